@@ -41,7 +41,7 @@ class Rung(IntEnum):
     RECOMPUTE = 5  # outside of all whose activations it drops: the recomputation repeats everything below
     UNSHARD_BLOCK = 6  # inside RECOMPUTE, which does not repeat hooks; outside of COMPILE: compiled code cannot unshard
     COMPILE = 7  # outside of all that computes: one compiled function in place of everything below
-    CONTRIBUTE_ONCE = 8  # inside RECOMPUTE: these parameters are constants in the recomputation too
+    CONTRIBUTE_ONCE = 8  # inside RECOMPUTE: parameters whose gradient another rank contributes are constants there too
     ON_PARTS = 9  # the user's code on parts of tensors; inside RECOMPUTE: the recomputation runs on parts too
     DRAWS = 10  # the code's random numbers; inside ON_PARTS: it draws for the whole tensor, of which a rank has a part
     CALLERS = 11  # refuses callers that the analysis has not followed, before anything is sent

@@ -271,6 +271,12 @@ class Layout:
         """Returns the factor of ``axis`` (its sizes and options), or None if the layout does not name the axis."""
         return next((factor for factor in self.factors if factor.axis == axis), None)
 
+    def chosen(self, axis: str) -> Factor:
+        """Returns the factor of ``axis``, which the layout has: a strategy that was chosen for it asks."""
+        found = self.factor(axis)
+        assert found is not None, f"chosen for a layout with {axis}"
+        return found
+
     def __str__(self) -> str:
         items = [str(factor) for factor in self.factors]
         items.insert(1 if self.factor("pp") else 0, f"mb{self.num_microbatches}" + f"/{OWN}" * self.own_statistics)

@@ -73,7 +73,7 @@ class Samples:
 
     def traffic(self, plan, batch, coord):
         for axis in plan.layout.factor("xp").mesh_axes:
-            yield from sync_traffic(plan, batch, coord, axis)
+            yield from sync_traffic(plan, coord, axis)
             yield from statistics_traffic(plan, batch, coord, axis)
 
 
@@ -141,7 +141,7 @@ class Outputs:
                 yield Traffic("all_gather", "yp", y_bytes, size, visit.num_forwards)
                 if visit.needs_gradient:
                     yield Traffic("all_reduce", "yp", x_bytes, size)
-        yield from sync_traffic(plan, batch, coord, "yp")
+        yield from sync_traffic(plan, coord, "yp")
 
 
 YP = LayoutAxis("yp", order=40, kind="operators", mesh_axes=(("yp",),), sizes="one number: yp4")

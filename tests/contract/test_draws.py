@@ -242,6 +242,55 @@ def test_draws_that_differ_by_rank_are_refused_by_name_on_several_ranks_alone(dr
                 verdict(Noisy(draw), line)
 
 
+class Drawing(nn.Module):
+    """Two layers, and ``act(module, x)`` between them, which may draw from Python's or NumPy's generator."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.up, self.down, self.act, self.kept = nn.Linear(8, 12), nn.Linear(12, 8), act, 1.0
+
+    def forward(self, x):
+        return self.down(self.act(self, self.up(x).tanh()))
+
+
+def kept_for_the_next_forward(module, x):
+    x, module.kept = x * module.kept, random.random()
+    return x
+
+
+MATTERS = {
+    "a rare branch": lambda module, x: x * 2 if random.random() < 1e-3 else x,
+    "a rare branch at the other end": lambda module, x: x * 2 if np.random.rand() > 0.999 else x,
+    "a choice of two": lambda module, x: random.choice([torch.sin, torch.cos])(x),
+    "a choice of two of one shape": lambda module, x: x * torch.tensor(random.choice([0.5, 2.0])),
+    "an order": lambda module, x: x[:, random.sample(range(12), 12)],
+    "a table": lambda module, x: x * torch.from_numpy(np.random.rand(12)).to(x.dtype),
+    "the next forward": kept_for_the_next_forward,
+}
+
+
+@pytest.mark.parametrize("act", MATTERS.values(), ids=MATTERS)
+def test_draws_from_python_that_a_forward_depends_on_are_refused(act):
+    batch = torch.randn(6, 8), torch.randint(8, (6,))
+    with pytest.raises(PlanError, match="the forward draws random numbers from"):
+        verify(Drawing(act), "dp2", [batch])
+
+
+def checked_at_random(module, x):
+    """As packages do that check the types of arguments: one of the items, which a random number chooses."""
+    items = [x, x.relu(), x.exp()]
+    assert isinstance(items[random.getrandbits(32) % 3], torch.Tensor)
+    assert np.random.rand() <= 1
+    return items[1]
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "pp2/1f1b mb2", "dp2/zero3 mb2"])
+def test_draws_from_python_that_change_nothing_are_let_be(line):
+    torch.manual_seed(0)
+    verdict = verify(Drawing(checked_at_random), line, [(torch.randn(6, 8), torch.randint(8, (6,)))])
+    assert verdict.equal, str(verdict)
+
+
 class Neighbours(nn.Module):
     """Attention between the samples of a batch, the nodes of a graph, with dropout of its scores and its features."""
 

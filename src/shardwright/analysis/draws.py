@@ -11,13 +11,10 @@ factor::
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
-from threading import Lock
 from typing import Any, NamedTuple
 from warnings import warn
 
@@ -59,7 +56,6 @@ SELECTED = SamplePlace(-2)
 ALONE = SamplePlace(-3)
 """Marks a drawn tensor that belongs to one sample and so has no dim of samples, as where code loops over the batch."""
 
-_OTHERS = Lock()
 """Held while a forward is recorded: ranks that are threads share the generators of Python and NumPy."""
 
 FIRST = SamplePlace(0)
@@ -380,45 +376,6 @@ _DRAWING = (
     nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU, nn.RNNBase,
     nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
 )  # fmt: skip
-
-
-@contextmanager
-def other_generators(start: int = 0) -> Iterator[dict[str, Any]]:
-    """Returns a context that finds uses of the global generators of Python and NumPy, and restores their state.
-
-    These are ``random`` and, if NumPy is imported already, ``numpy.random``; generator objects, such as those of
-    ``numpy.random.default_rng``, are not watched. Inside, they start from a state that only ``start`` decides: the
-    state before may be the one to which a forward has seeded them. It yields a dict, which at the end has the state of
-    each generator that was used inside, by name. One thread at a time is inside such a context; others wait.
-    """
-    numpy = sys.modules.get("numpy")
-    found: dict[str, Any] = {}
-    with _OTHERS:
-        before, numpys = random.getstate(), None if numpy is None else numpy.random.get_state()
-        fresh = random.Random(_START - start).getstate()
-        random.setstate(fresh)
-        fresh_numpys = None if numpy is None else numpy.random.RandomState(_START - start).get_state()
-        if numpy is not None:
-            numpy.random.set_state(fresh_numpys)
-        try:
-            yield found
-        finally:
-            now, numpys_now = random.getstate(), None if numpy is None else numpy.random.get_state()
-            if now != fresh:
-                found["Python's random"] = now
-            if numpy is not None and _state_of(numpys_now) != _state_of(fresh_numpys):
-                found["numpy.random"] = _state_of(numpys_now)
-            random.setstate(before)
-            if numpy is not None:
-                numpy.random.set_state(numpys)
-
-
-_START = 2**32 - 1_003
-"""A seed that no forward is likely to use."""
-
-
-def _state_of(state: Any) -> tuple[Any, ...]:
-    return tuple(each.tobytes() if hasattr(each, "tobytes") else each for each in state)
 
 
 def _place(use: TensorUse, recording: Recording, axes: RunAxes) -> SamplePlace | None:

@@ -190,9 +190,9 @@ class _ForwardRecorder(TorchFunctionMode):
         if all(name is None for name in takes):
             return self._free(func, args, named, given, draw)
         versions, before = [tensor._version for tensor in given], self._work.now()
-        reads, varies = self._values.num_reads, any(id(tensor) in self._varying for tensor in given)
+        num_reads, varies = self._values.num_reads, any(id(tensor) in self._varying for tensor in given)
         results = self._selecting(func, args, named)
-        if varies and self._values.num_reads > reads:
+        if varies and self._values.num_reads > num_reads:
             self._decides_by_inputs()
             self.record.selections.add(len(self.record.events))
         if self._has_autocast and function_name(func) in _CONVERSIONS and any(results is each for each in given):

@@ -1,6 +1,7 @@
 """Finds means in a loss over something else than the count that the loss returns, such as a mean over a mask.
 
-A rank has its own samples' mean, and of such means the mean by counts of targets is not that of the whole batch.
+Each rank takes the mean over its own samples. The mean of these, weighted by the ranks' numbers of targets, is then
+another number than the mean over the whole batch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _SAME_NUMBER = frozenset(("_to_copy", "alias", "clamp", "clamp_min", "clone", "d
 def other_means(
     recording: Recording, axes: RunAxes, sums: Collection[TensorUse], trained: Collection[TensorUse], targets: Any
 ) -> list[str]:
-    """Returns the operators of a loss that divide a sum over samples by a sum of weights or a count of some of them.
+    """Returns the names of the operators by which a recorded loss divides a sum over samples by another number.
+
+    That is another number than the count of targets: a sum of weights, or a count of the samples that a mask keeps.
 
     ``sums`` are the values that are made of all samples, and ``trained`` those that depend on the model's output.
     Where the loss multiplies its mean by that sum or count again, as :class:`MeanLoss` does with the targets that it

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.analysis.code_caches import code_caches_put_back
+from shardwright.analysis.copying import copied
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.known_modules import without_branches
-from shardwright.analysis.meta_values import MetaValues
+from shardwright.analysis.meta_values import MetaValues, keep_values
 from shardwright.analysis.operator_results import MetaOperators
 
 
@@ -46,6 +47,17 @@ def on_meta(
         replaced |= {Tensor.tolist: kept.numbers_in, Tensor.__format__: kept.text_of}
     with code_caches_put_back(model), IgnoresDeviceMoves(torch.device("meta"), replaced), without_branches(model), kept:
         yield kept if isinstance(kept, MetaValues) else None
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module on the meta device; small buffers keep their values beside it (:func:`keep_values`).
+
+    >>> meta_copy(nn.Linear(2, 3)).weight.device.type
+    'meta'
+    """
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
+    memo.update({id(b): keep_values(b, b.detach().to("meta")) for b in module.buffers()})
+    return copied(module, memo)
 
 
 @contextmanager

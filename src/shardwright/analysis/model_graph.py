@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwright.analysis.copying import copied
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.draws import (
     DrawKey,
@@ -23,14 +23,13 @@ from shardwright.analysis.draws import (
     draws_as_known,
     draws_of,
     moved_on,
-    other_generators,
     seeded_draws,
 )
 from shardwright.analysis.marked_inputs import map_samples, marks_in
-from shardwright.analysis.meta_device import on_meta
-from shardwright.analysis.meta_values import keep_values
+from shardwright.analysis.meta_device import meta_copy, on_meta
 from shardwright.analysis.module_calls import call_model, may_read_values
 from shardwright.analysis.operator_results import cloned
+from shardwright.analysis.other_generators import every_start, other_generators
 from shardwright.analysis.parameter_writes import written_parameters
 from shardwright.analysis.record_forward import record_forward
 from shardwright.analysis.recording import Recorded, RecordedCall, Recording
@@ -177,7 +176,7 @@ class ModelGraph:
         found = self._of_own_code
         if found is None or not found.recording.reads_values:
             return False
-        model = _on_meta_device(self.model).eval()  # where nothing is drawn
+        model = meta_copy(self.model).eval()  # where nothing is drawn
         try:
             with torch.no_grad(), on_meta(model, values=False):
                 call_model(model, cloned(self.example))
@@ -335,7 +334,7 @@ def _run_or_failure(model: nn.Module, inputs: Any) -> RecordedRun | str:
 
 def _recorded(model: nn.Module, inputs: Any) -> RecordedRun:
     """Returns the record of a copy of the model, in training, on the meta device."""
-    copy = _on_meta_device(model)
+    copy = meta_copy(model)
     finds: dict[int, FindsDraws] = {}  # of each run that was tried
 
     @contextmanager
@@ -357,11 +356,31 @@ def _recorded(model: nn.Module, inputs: Any) -> RecordedRun:
         with other_generators(1) as again:
             record_forward(copy, inputs, within)
     seeded = [name for name, state in others.items() if again.get(name) == state]
-    return RecordedRun(recording, found, tuple(others), seeded, seeds)
+    used: Collection[str] = others
+    if others:
+        with suppress(Exception):  # of the user's own code, on the path that other numbers take
+            used = () if _runs_alike(model, inputs) else others
+    return RecordedRun(recording, found, tuple(used), seeded, seeds)
 
 
-def _on_meta_device(model: nn.Module) -> nn.Module:
-    """Returns a copy of the model on the meta device; small buffers keep their values beside it."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-    memo.update({id(b): keep_values(b, b.detach().to("meta")) for b in model.buffers()})
-    return copied(model, memo)
+def _runs_alike(model: nn.Module, inputs: Any) -> bool:
+    """Returns whether two forwards run the same operators whatever numbers they draw from Python and NumPy.
+
+    So do forwards in which only a check of types picks at random what it looks at.
+    """
+    first: list[str] | None = None
+    for start in every_start():
+        copy, recordings = meta_copy(model).train(), list[Recorded]()
+
+        def within(recorded: Recorded, found: list[Recorded] = recordings) -> AbstractContextManager[Any]:
+            recorded.digest = sha256()
+            found.append(recorded)
+            return IgnoresDeviceMoves(torch.device("meta"))
+
+        with start:
+            for _ in range(2):  # a number that code keeps acts in the next forward
+                record_forward(copy, cloned(inputs), within)
+        digests = [each.digest.hexdigest() for each in recordings]
+        if digests != (first := digests if first is None else first):
+            return False
+    return True

@@ -379,7 +379,10 @@ def _scatter(call: RecordedCall, a: DimLetters) -> Any:
     """The rule of writing or adding elements where an index says along one dim: the other dims keep their places."""
     x, *others = call.operands
     dim = call.args[1] % max(len(x.shape), 1)
-    own = a.of(x.shape, Role.WHOLE)
+    alike = [
+        all(len(each.shape) == len(x.shape) and each.shape[d] == n for each in others) for d, n in enumerate(x.shape)
+    ]
+    own = tuple(a.new(n, Role.SAME if d != dim and alike[d] else Role.WHOLE) for d, n in enumerate(x.shape))
 
     def other(use: TensorUse) -> Dims:
         sizes = zip(use.shape, x.shape, own, strict=True)

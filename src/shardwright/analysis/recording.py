@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -192,6 +193,8 @@ class Recorded(MetaValues):
         self._quiet = 0
         self.depth = 0  # of torch functions that are running
         self.transformed = 0  # of these, the ones that run inside a transform such as torch.vmap
+        self.digest: Any = None
+        """A hash of ``hashlib`` into which each operator goes that runs, with known values; by default none."""
         self._above = _WholeCalls(self)
 
     def __enter__(self) -> Any:
@@ -242,11 +245,27 @@ class Recorded(MetaValues):
         self._uses[view_key(on_meta)] = self.use(tensor, "constant")
         self._kept.append(on_meta)
 
+    def note_in_digest(self, function: Any, args: Any, named: Any) -> None:
+        """Adds a call of a function or an operator, with the values that are known, to the :attr:`digest`, if any."""
+
+        def described(tensor: Tensor) -> tuple[Any, ...]:
+            values = self.values(tensor)
+            if values is None or values.layout is not torch.strided:
+                return tuple(tensor.shape), tensor.dtype
+            numbers = values.detach().reshape(-1).contiguous().view(torch.uint8)
+            return tuple(tensor.shape), tensor.dtype, sha256(numbers.numpy().tobytes()).hexdigest()
+
+        if self.digest is not None:
+            with self.quiet(), torch._C.DisableTorchFunction():
+                given = map_tensors((args, named), described)
+            self.digest.update(repr((str(function), self.where(), given)).encode())
+
     def ran(self, function: Any, args: Any, named: dict[str, Any], results: Any, *, random: bool) -> None:
         """Records one operator call, its operands and its results, unless it runs in a :meth:`quiet` context.
 
         ``random`` says whether the operator draws random numbers; its results are then not constants.
         """
+        self.note_in_digest(function, args, named)
         if self._quiet:
             return
         # a tensor that is seen for the first time was made where nothing is recorded
@@ -317,6 +336,7 @@ class _WholeCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
+        self._recorded.note_in_digest(getattr(func, "__name__", ""), args, named)
         if func in _ASKS_SIZES and isinstance(args[0], nn.Parameter):
             recorded = self._recorded
             recorded.recording.measured[recorded.use(args[0].detach()).name].add(recorded.where()[0])

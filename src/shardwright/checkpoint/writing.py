@@ -122,7 +122,11 @@ def _noted(partial: Path, ranks: Sequence[int]) -> list[str]:
 
 
 def prepare_alone(final: Path, token: str) -> None:
-    """Creates the temporary folder into which ranks write their parts by :func:`write_alone`."""
+    """Creates the temporary folder of a checkpoint, in which each rank that is left writes its part.
+
+    The checkpoint is to be renamed to ``final``; ``token`` is the random part of the folder's name. Parts are written
+    by :func:`write_alone`.
+    """
     (_partial(final, token) / NOTES).mkdir(parents=True, exist_ok=True)
 
 

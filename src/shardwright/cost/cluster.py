@@ -82,9 +82,10 @@ class Cluster:
     def of_table(cls, path: str, table: Mapping[str, Any]) -> Cluster:
         """Returns the cluster that a parsed TOML file describes; ``path`` names the file in errors.
 
-        Without nodes in the file it has 8 ranks on one.
+        If the file gives no nodes, the cluster is one node of 8 ranks.
 
-        Raises: PlanError: the file or a value in it means nothing. LayoutError: the nodes are not written as ``128x8``.
+        Raises: PlanError: a key is unknown, or a value is not allowed. LayoutError: the nodes are not written as
+            ``128x8``.
         """
         device, constants = _device_in(path, table), _constants_in(path, table)
         has_nodes = bool(table.get("nodes"))

@@ -408,14 +408,14 @@ def check_own(optimizer: torch.optim.Optimizer, own: Iterable[Tensor], plan: Pla
         )
 
 
-def without_dropout(model: nn.Module) -> str:
+def dropout_warning(model: nn.Module) -> str:
     """Returns a warning about the dropouts of a model that are in eval mode, so that training steps drop nothing.
 
     It is empty if there are none. ``from_pretrained`` of transformers returns models in eval mode.
 
-    >>> without_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)).eval())
+    >>> dropout_warning(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)).eval())
     "the model trains without its dropout: '1' is in eval mode; write run.model.train() before the first step"
-    >>> without_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
+    >>> dropout_warning(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
     ''
     """
     off = [path for path, each in model.named_modules() if not each.training and _share_dropped(each) > 0]
@@ -425,7 +425,7 @@ def without_dropout(model: nn.Module) -> str:
     return f"the model trains without its dropout: {named} in eval mode; write run.model.train() before the first step"
 
 
-def with_hooks(model: nn.Module, plan: Plan) -> str:
+def hooks_warning(model: nn.Module, plan: Plan) -> str:
     """Returns a warning about a hook on a gradient that sees a rank's term of it, or a part; "" without such a hook."""
     if plan.mesh.size * plan.layout.num_microbatches == 1:
         return ""
@@ -437,7 +437,7 @@ def with_hooks(model: nn.Module, plan: Plan) -> str:
     )
 
 
-def with_idle_hooks(model: nn.Module, stored: Mapping[str, Tensor], plan: Plan) -> str:
+def idle_hooks_warning(model: nn.Module, stored: Mapping[str, Tensor], plan: Plan) -> str:
     """Returns a warning about a hook on the gradient of a tensor that no backward reaches; "" without such a hook.
 
     ``stored`` are the run's parameters. Those that are not ``model``'s own, such as shards and master weights, get

@@ -49,7 +49,7 @@ class WeightStore(Protocol):
         ...
 
     def place(self, name: str) -> object:
-        """Returns where a tensor is stored; two names of one place have the same values."""
+        """Returns a key that is equal for two names if they are one stored tensor, so that it is read once."""
         ...
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -137,7 +137,7 @@ class ReceivedWeights:
         self._now = (name, values.view(dtype).view(shape))
 
     def place(self, name: str) -> object:
-        """Returns the same for all names: only the sender could compare tied tensors, and it sends one of them."""
+        """Returns None for every name: only the sender could compare tied tensors, and it sends one of them."""
         return None
 
     def read(self, name: str, box: Box) -> Tensor:

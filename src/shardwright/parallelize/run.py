@@ -497,7 +497,7 @@ class Run(RankState):
         # before torch fills in what a group does not name
         named = all(isinstance(group, dict) and "weight_decay" in group for group in given or ())
         own = [p for p in self.parameters.values() if p.requires_grad]
-        own = own or [nn.Parameter(torch.empty(0))]  # a stage that trains nothing: torch's need one
+        own = own or [nn.Parameter(torch.empty(0))]  # a stage that trains nothing: torch's optimizers need a parameter
         optimizer = kind(own if given is None else given, **options)
         check_own(optimizer, (*self.parameters.values(), *own), self.plan)
         if given is not None and not by_shape and self.world.device.type != "meta":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwright.errors import PlanError
-from shardwright.parallelize.checks import with_hooks, with_idle_hooks, without_dropout
+from shardwright.parallelize.checks import dropout_warning, hooks_warning, idle_hooks_warning
 from shardwright.parallelize.rank_check import bit_sums, check_ranks, is_compared
 from shardwright.parallelize.rank_state import RankState
 from shardwright.parallelize.step_guard import StepGuard
@@ -50,8 +50,8 @@ class StepChecker:
                 fix="take the step out of the block",
             )
         if self._is_new and run.world.rank == 0:
-            idle = with_idle_hooks(run.model, run.parameters, run.plan)
-            for warning in filter(None, (without_dropout(run.model), with_hooks(run.model, run.plan), idle)):
+            idle = idle_hooks_warning(run.model, run.parameters, run.plan)
+            for warning in filter(None, (dropout_warning(run.model), hooks_warning(run.model, run.plan), idle)):
                 LOG.warning("%s", warning)
         self._is_new = False
         earlier, compares = self._guard.count_samples(batch.num_global), is_compared(run.num_steps, self._check_every)

@@ -143,8 +143,9 @@ def keep_parts_apart(
     """Makes ``load_state_dict`` of an optimizer raise PlanError for other ranks' state, or for state of whole tensors.
 
     Parts of other ranks have the same shapes wherever sizes divide, and would be taken silently. So ``state_dict`` says
-    in one more entry whose part it is: the rank and the layout, for people, and a hash of the pieces of each tensor, by
-    which layouts that hold state alike take each other's. Where every rank holds all state, nothing changes.
+    in one more entry whose part it is: the rank and the layout, for people, and a hash of the pieces of each tensor.
+    State is accepted from every layout under which this rank holds the same pieces. Where every rank holds all state,
+    nothing changes.
     """
     axes = {axis for state in plan.state.values() for axis in state.optimizer.axes}
     if not axes:

@@ -220,7 +220,7 @@ def is_shared_whole(plan: Plan, name: str, axes: Collection[str]) -> bool:
     return not set(axes) & set(plan.compute[name].axes)
 
 
-def sync_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) -> tuple[Traffic, ...]:
+def sync_traffic(plan: Plan, coord: Coord, axis: str) -> tuple[Traffic, ...]:
     """Returns the gradient all-reduces of one step, on the rank at ``coord``, over ``axis`` alone or with faster axes.
 
     A param group has one for each set of ranks and dtype, or two if the ranks hold some parameters alike and

@@ -37,7 +37,8 @@ class AlikeBlocks(NamedTuple):
     def shortened(self, model: nn.Module, number: int) -> nn.Module:
         """Returns a copy of the model on the meta device that has only the first ``number`` of these blocks.
 
-        All other modules keep their names, except those behind the blocks in a list of which the children are numbered.
+        All other modules keep their names, except that where the blocks are a part of a longer ``nn.Sequential`` or
+        ``nn.ModuleList``, the children after them are renumbered.
         """
         found = without_storage(model)
         blocks: Any = found.get_submodule(self.path)

@@ -232,7 +232,7 @@ class Estimator:
             passes_s += transfers * cluster.message_s("send", self.sent_bytes * samples / alike, next_stage)
         stride = max(1, layout.num_ranks // (copies * stages))
         ranks = range(0, copies * stride, stride)
-        held = self._held(passes, share, factors, schedule, blocks, last_blocks)
+        held = self._held(passes, factors, schedule, blocks, last_blocks)
         of_state = max(each["parameters"] for each in held) / passes.at_rest["parameters"]
         gathered = max(each["parameters"] for each in held) * share.gathered
         gathers_s = 2 * number * cluster.message_s("all_gather", gathered, ranks)
@@ -292,10 +292,10 @@ class Estimator:
         return seconds[0] * part, seconds[1] * part, seconds[2] * part * share.summed
 
     def _held(
-        self, passes: PassCost, share: StateShares, factors: tuple[Factor, ...], schedule: ScheduleCost,
-        blocks: float, last_blocks: float,
+        self, passes: PassCost, factors: tuple[Factor, ...], schedule: ScheduleCost, blocks: float,
+        last_blocks: float,
     ) -> list[dict[str, float]]:  # fmt: skip
-        """Returns the bytes by kind between steps of the first and the last stage, before what ``share`` saves."""
+        """Returns the bytes by kind between steps of the first and the last stage, without ZeRO and offload."""
         if not factors or prod(f.size for f in factors) == 1:
             return [dict(passes.at_rest)]
         first, last = self._ends(factors[0].axis)

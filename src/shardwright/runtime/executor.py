@@ -6,17 +6,18 @@ its events in the order in which they fire, and their listeners::
 
     restart                                  ZeRO, master weights, tensor parallelism: drop what a failed step left
     for each action a of the schedule:       F, B, or a backward in two parts, I (inputs) and W (weights)
-        before_action(a)                     the memory ledger
-        during(a) opens                      ZeRO: unshards the param groups of the chunk
+        before_action(a)                     the memory ledger, the planner's rehearsals
+        during(a) opens                      ZeRO: unshards the param groups of the chunk; tensor parallelism on parts:
+                                             whether this is a training step; profiles
           F: forward of one microbatch
           B: backward of one microbatch; W: the weight gradients that its I has deferred
              after_backward(m)               tensor parallelism: waits for weight gradients still under way
              after_weight_gradients(g, m)    ZeRO, gradient sync: start to sum the group; masters: widen its gradients
         during(a) closes                     ZeRO: starts the remaining sums, reshards the param groups
         after_action(a)                      tensor parallelism: ends prefetches; offload: mean loss; the ledger
-    before_sync                              ZeRO: waits for its sums
+    before_sync                              ZeRO: waits for its sums; the planner's rehearsals
     (the run waits for the sums of gradient sync)
-    after_sync                               master weights: take over the gradients
+    after_sync                               master weights: take over the gradients; ZeRO: reshards all
     (the optimizer steps)
     after_optimizer                          ZeRO: unsharded parameters are stale; masters: round to the compute dtype
 

@@ -25,7 +25,6 @@ from shardwright.axes import LayoutAxis
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
 from shardwright.forward_stack import Rung
-from shardwright.layout import Factor
 from shardwright.mesh import Coord
 from shardwright.operators.batch_norm import share_statistics
 from shardwright.plan.alike_ranks import TrafficCuts
@@ -91,7 +90,7 @@ class DataParallel:
         Raises: LayoutError: a layer mixes the samples of a batch, ``bucket`` has no whole number as its value, or a
             layout such as ``dp2x4`` has no ZeRO stage.
         """
-        factor = _factor(plan)
+        factor = plan.layout.chosen("dp")
         shards_state = any(option.name not in self.options for option in factor.options)  # ZeRO's options
         if len(factor.sizes) > 1 and not shards_state:
             raise LayoutError(
@@ -122,7 +121,7 @@ class DataParallel:
 
         The sums of gradients are derived from the plan and need no change to the model.
         """
-        over = [axes[name] for name in _factor(plan).mesh_axes]
+        over = [axes[name] for name in plan.layout.chosen("dp").mesh_axes]
         norms = (*batch_norms(job.model), *derived_batch_norms(job.model))
         share_statistics((norm for _, norm in norms), over, by=self.name)
 
@@ -130,19 +129,13 @@ class DataParallel:
         """Returns one step's all-reduces of gradients, and all-gathers and all-reduces of BatchNorm statistics."""
         return tuple(
             each
-            for axis in _factor(plan).mesh_axes
-            for each in (*sync_traffic(plan, batch, coord, axis), *statistics_traffic(plan, batch, coord, axis))
+            for axis in plan.layout.chosen("dp").mesh_axes
+            for each in (*sync_traffic(plan, coord, axis), *statistics_traffic(plan, batch, coord, axis))
         )
 
     def traffic_cuts(self, plan: Plan) -> TrafficCuts:
         """Returns no cuts: the messages depend on the sizes of parameters and inputs alone."""
         return TrafficCuts()
-
-
-def _factor(plan: Plan) -> Factor:
-    factor = plan.layout.factor("dp")
-    assert factor is not None, "chosen for a layout with dp"
-    return factor
 
 
 STRATEGY = DataParallel()

@@ -2,9 +2,9 @@
 
 The reference is a copy of the plain model, made before any strategy sees it and with values of its own, and trained by
 plain torch in one process, on the whole batch at once. If microbatches have batch statistics of their own, it takes
-them one after the other and accumulates gradients. Only dropout is the library's, since different masks would hide
-every other difference. The caller's model must come out as it went in, or the comparison is an error: see
-``check_untouched``.
+them one after the other and accumulates gradients. Only the random numbers that the forward draws are the library's,
+since different dropout masks would hide every other difference. The caller's model must come out as it went in, or the
+comparison is an error: see ``check_untouched``.
 
 The error of a gradient is its largest absolute difference divided by its largest absolute entry, but never by less than
 1e-3 (``FLOOR``) times that of all gradients, or 0.1 (``NARROW_FLOOR``) times for a layout in bf16 or fp16: a gradient
@@ -22,7 +22,7 @@ afterwards. Kernels and collectives may add in another order at every run. That 
 A floating-point buffer that the steps change is compared like a parameter; any other must be equal bit for bit. A
 layout in bf16 or fp16 is compared with the same reference: the loss and gradients of one step, within a few roundings
 (``ROUNDINGS``). In bf16 a tensor that differs by more, as behind BatchNorm and ReLU, is allowed three times what plain
-torch in bf16 differs by on one device, and less than a half (``MOST_AT_ALL``).
+torch in bf16 differs by on one device, and less than a half (``MAX_ERROR``).
 
 A layout with ``compile`` first takes steps that count for nothing, so that all steps that are compared run compiled.
 The reference is plain torch, uncompiled, and the tolerance is the same: a compiler may only order sums differently.
@@ -30,10 +30,11 @@ The reference is plain torch, uncompiled, and the tolerance is the same: a compi
 The tolerance (``TOLERANCE``) is 1e-10 in float64 and 1e-5 in float32, with one exception. If a tensor differs by more,
 the reference is run again to measure by how much one device differs from itself (``reference.py`` says how): because
 the model rounds to a narrower dtype inside, as norms that compute in float32 do, or because it magnifies roundings, as
-a stack of BatchNorms over two values each does. Each tensor is allowed three times (``SEVERAL``) its own such
-difference if that is more than the tolerance, and at least one rounding of the narrow dtype where the difference itself
-is more; but at most 1,000 (``MOST``) roundings of the narrow dtype, or of float32 where no operator rounds. So is a
-loss that is a float32 number: its own difference is at least one rounding. All other tensors keep the tolerance.
+a stack of BatchNorms over two values each does. Each tensor is allowed three times (``DEVICE_ERROR_FACTOR``) its own
+such difference if that is more than the tolerance, and at least one rounding of the narrow dtype where the difference
+itself is more; but at most 1,000 (``MAX_ROUNDINGS``) roundings of the narrow dtype, or of float32 where no operator
+rounds. So is a loss that is a float32 number: its own difference is at least one rounding. All other tensors keep the
+tolerance.
 """
 
 from __future__ import annotations
@@ -101,17 +102,17 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 ROUNDINGS = 8
 """The largest relative error that counts as equal in bf16 and fp16, in roundings (eps) of that dtype."""
 
-SEVERAL = 3
+DEVICE_ERROR_FACTOR = 3
 """The factor by which a tensor's error may exceed one device's own rounding error, if that is beyond the tolerance."""
 
-MOST = 1000
-"""The most that ``SEVERAL`` may allow, in roundings of the narrow dtype: a larger error would prove nothing.
+MAX_ROUNDINGS = 1000
+"""The most that ``DEVICE_ERROR_FACTOR`` may allow, in roundings of the narrow dtype, since more would prove nothing.
 
 Float64 counts as float32 here, so that a model that magnifies roundings is allowed no more than one that makes them.
 """
 
-MOST_AT_ALL = 0.45
-"""The most that ``SEVERAL`` may allow in any dtype.
+MAX_ERROR = 0.45
+"""The most that ``DEVICE_ERROR_FACTOR`` may allow in any dtype.
 
 A gradient that is missing, or twice as large, is off by 1, and one that lacks the part of one of two ranks by a half.
 """
@@ -142,16 +143,16 @@ def verify(
 ) -> Verdict:
     """Trains under ``layout`` and on one device, a step per batch, and returns a verdict with the largest differences.
 
-    ``model`` may be on the meta device; copies of it are trained in ``dtype``: by default float64, or float32 for a
-    model that plain torch runs in that alone, as one whose code writes ``x.float()``; the verdict says so. ``batches``
-    are global (inputs, targets) and are not written to. Complex tensors take the complex dtype of ``dtype``. Without
-    ``loss`` it is cross entropy. ``seed`` determines initial values that the model lacks, and dropout. Gradients are
-    compared after the first step. Parameters and buffers are compared after the last, in float64 only: in float32 AdamW
-    amplifies the rounding of gradients near zero. ``alter(run)`` changes each rank's run before the first step, to test
-    that a fault is found. ``launcher(work, *args)`` runs ``work(world, *args)`` on existing ranks; without it,
-    ``verify`` starts them. ``alter`` and ``strategies`` need ranks that are threads, or a launcher. ``roles``,
-    ``seconds`` and ``strategies`` are those of ``parallelize``, and ``targets`` is that of ``Run.shard``: which part
-    of a batch that is no pair the targets are.
+    ``model`` may be on the meta device; copies of it are trained in ``dtype``: by default float64, or float32 if plain
+    torch runs the model only in float32, for example because its code writes ``x.float()``; the verdict says so.
+    ``batches`` are global (inputs, targets) and are not written to. Complex tensors take the complex dtype of
+    ``dtype``. The default loss is cross entropy. ``seed`` determines initial values that the model lacks, and dropout.
+    Gradients are compared after the first step. Parameters and buffers are compared after the last, in float64 only: in
+    float32 AdamW amplifies the rounding of gradients near zero. ``alter(run)`` changes each rank's run before the first
+    step, to test that a fault is found. ``launcher(work, *args)`` runs ``work(world, *args)`` on existing ranks;
+    without it, ``verify`` starts them. ``alter`` and ``strategies`` need ranks that are threads, or a launcher.
+    ``roles``, ``seconds`` and ``strategies`` are those of ``parallelize``, and ``targets`` is that of ``Run.shard``:
+    which part of a batch that is no pair the targets are.
 
     Raises: LayoutError, PlanError: the layout does not fit the model or this machine, there are no batches, ``dtype``
         is neither float64 nor float32, or a copy of the model has written to ``model``. RankFailedError: a rank failed.
@@ -501,13 +502,13 @@ def _allowed(own: DeviceDifference | None, tolerance: float) -> tuple[Callable[[
         return lambda kind, name: tolerance, 0.0
     kinds = {"loss": {"": own.loss}, "gradients": own.gradients, "later": own.later}
     rounding = torch.finfo(own.narrowest).eps
-    most = min(MOST * max(rounding, torch.finfo(torch.float32).eps), MOST_AT_ALL)
+    most = min(MAX_ROUNDINGS * max(rounding, torch.finfo(torch.float32).eps), MAX_ERROR)
     largest = max(error for errors in kinds.values() for error in errors.values())
 
     def allowed(kind: str, name: str) -> float:
         error = kinds[kind].get(name, 0.0)
         # the loss reads all that is rounded, and is one number: in one comparison its roundings may cancel by chance
         rounds = (largest if kind == "loss" else error) > tolerance
-        return max(tolerance, min(max(SEVERAL * error, rounding if rounds else 0.0), most))
+        return max(tolerance, min(max(DEVICE_ERROR_FACTOR * error, rounding if rounds else 0.0), most))
 
     return allowed, largest if largest > tolerance else 0.0

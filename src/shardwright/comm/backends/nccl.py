@@ -133,7 +133,10 @@ class NcclChannel(GroupChannel):
         return self._pending(call, [work], lambda: tensor)
 
     def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
-        """Starts all messages as one NCCL group, in which no message waits for another."""
+        """Starts all messages as one NCCL group, in which no message waits for another.
+
+        Returns a handle whose ``wait`` returns when everything has arrived.
+        """
         operations = []
         for make, messages in ((dist.isend, sends), (dist.irecv, receives)):
             for call, tensor, member in messages:

@@ -41,7 +41,7 @@ from shardwright.comm.axis import Axis
 from shardwright.devices import HOST
 from shardwright.errors import LayoutError
 from shardwright.forward_stack import Rung
-from shardwright.layout import Factor, Option
+from shardwright.layout import Option
 from shardwright.mesh import Coord
 from shardwright.operators.split_backward import may_split, split_backward
 from shardwright.plan.alike_ranks import TrafficCuts
@@ -142,7 +142,7 @@ class Pipeline:
                 allowed="hooks on modules inside it: each runs on the stage that calls it",
                 fix="take the hooks off, or put them on a module inside",
             )
-        plan = replace(plan, scatters=_factor(plan).option("scatter") is not None)
+        plan = replace(plan, scatters=plan.layout.chosen("pp").option("scatter") is not None)
         schedule, stages = _schedule_and_stages(job, plan)
         _check_module_state(job, plan, schedule, stages)
         holders = _holders(stages, schedule, tuple(plan.compute))
@@ -160,7 +160,9 @@ class Pipeline:
         shared = {name for name, where in holders.items() if len(where) > 1}
         for use in plan.uses:
             if use.parameter in shared:
-                check_table(use.module, job.model.get_submodule(use.module), str(_factor(plan)), ["max_norm"])
+                check_table(
+                    use.module, job.model.get_submodule(use.module), str(plan.layout.chosen("pp")), ["max_norm"]
+                )
         # Each stage computes one term of the gradient of a parameter that stages share: gradient sync sums over pp.
         uses = tuple(
             use._replace(dy={**use.dy, "pp": Partial()}) if use.parameter in shared else use for use in plan.uses
@@ -215,7 +217,7 @@ class Pipeline:
                 for crossing in batch.crossing[message.microbatch].get(value, ()):
                     if message.kind == "F" or crossing.needs_gradient:
                         found += repeated(_message_traffic(plan, kind, crossing, coord, boundary), times)
-        return (*found, *sync_traffic(plan, batch, coord, "pp"))
+        return (*found, *sync_traffic(plan, coord, "pp"))
 
     def traffic_cuts(self, plan: Plan) -> TrafficCuts:
         """Returns no cuts: ranks of one stage send alike if tensor parallelism and the batch leave them alike.
@@ -279,12 +281,6 @@ def _message_traffic(plan: Plan, kind: str, crossing: BoundaryTensor, coord: Coo
     return found + [gather] * (kind == "receive")
 
 
-def _factor(plan: Plan) -> Factor:
-    factor = plan.layout.factor("pp")
-    assert factor is not None, "chosen for a layout with pp"
-    return factor
-
-
 def _placed(plan: Plan) -> tuple[Schedule, Stages | EventStages]:
     assert plan.schedule is not None, "set by place()"
     assert plan.stages is not None, "set by place()"
@@ -298,7 +294,7 @@ def _splits(schedule: Schedule) -> bool:
 
 def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | EventStages]:
     """Returns the layout's schedule, and the model cut into that schedule's chunks."""
-    factor = _factor(plan)
+    factor = plan.layout.chosen("pp")
     named = factor.option("cut")
     if named is not None and not named.value:
         raise LayoutError(
@@ -403,7 +399,7 @@ def _limit_bytes(option: Option) -> int | None:
 
 def _named_schedule(plan: Plan) -> Schedule:
     """Returns the schedule that a layout names, by default 1f1b."""
-    factor = _factor(plan)
+    factor = plan.layout.chosen("pp")
     file = factor.option("file")
     named = [option for option in factor.options if option.name in SCHEDULES]
     if len(named) + (file is not None) > 1:

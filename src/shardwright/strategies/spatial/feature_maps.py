@@ -256,7 +256,7 @@ def price_maps(plan: Plan, batch: StepCalls, coord: Coord, maps: FeatureMaps) ->
     """Yields one step's collectives and messages of the rank at ``coord``: each microbatch's, then gradient sync's."""
     for number, times in batch.kinds().items():
         yield from repeated(_MapPricing(plan, batch.everywhere[number], coord, maps).everything(), times)
-    yield from sync_traffic(plan, batch, coord, "tp")
+    yield from sync_traffic(plan, coord, "tp")
 
 
 class _MapPricing:

@@ -64,8 +64,8 @@ from shardwright.strategy import check_samples_apart
 LEAST_SHARE = 0.2
 """The least share of parameter bytes that must be cut for a model to run on tensor shards; else too much is copied.
 
-Where the numbers come from: of the 103 models of docs/models.md under tp2, a record cuts a third or more of each that
-it cuts at all.
+Where the number comes from: of the first 103 models of docs/models.md under tp2, a record cut a third or more of each
+that it cut at all.
 """
 
 ENOUGH = 0.5
@@ -476,7 +476,7 @@ def traffic_on_parts(plan: Plan, batch: StepCalls, coord: Coord, note: PartsNote
         if key not in note.rehearsed:
             note.rehearsed[key] = _rehearsed(plan, note, coord, inputs)
         found += [_traffic_of(call, plan, times * alike) for call, times in note.rehearsed[key].items()]
-    found += [each for axis in mode.axes for each in sync_traffic(plan, batch, coord, axis.name)]
+    found += [each for axis in mode.axes for each in sync_traffic(plan, coord, axis.name)]
     found += [each for axis in mode.row_axes for each in statistics_traffic(plan, batch, coord, axis.name)]
     return tuple(found)
 

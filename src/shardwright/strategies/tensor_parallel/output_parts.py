@@ -22,9 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.autograd_graph import nodes_behind
-from shardwright.analysis.copying import copied
-from shardwright.analysis.meta_device import on_meta
-from shardwright.analysis.meta_values import keep_values
+from shardwright.analysis.meta_device import meta_copy, on_meta
 from shardwright.analysis.structure import has_hooks_of_user
 from shardwright.forward_stack import Forward, Rung, rename, wrap
 from shardwright.models.model_loss import ModelLoss
@@ -53,7 +51,7 @@ class OutputParts:
         self._last = True  # whether the last output stayed in shards
         self._taken: dict[tuple[tuple[bytes | None, ...], ...], bool] = {}  # by the cuts, whatever the other sizes
         if not isinstance(loss, ModelLoss):
-            self._on_meta = _meta_copy(loss)
+            self._on_meta = meta_copy(loss)  # a call of it changes no state of the loss
             wrap(loss, Rung.ON_PARTS, OWN_CODE, by=by, around=partial(_on_parts, mode))
 
     @contextmanager
@@ -126,13 +124,6 @@ def _class_targets(logits: TensorPart) -> Tensor:
 def _parts_of(output: Any) -> list[TensorPart]:
     found = (tagged(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
     return [part for part in found if part is not None]
-
-
-def _meta_copy(loss: nn.Module) -> nn.Module:
-    """Returns a copy of a loss on the meta device: a call of it changes no state of the loss."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in loss.parameters()}
-    memo.update({id(b): keep_values(b, b.detach().to("meta")) for b in loss.buffers()})
-    return copied(loss, memo)
 
 
 def _on_parts(mode: PartsMode, forward: Forward) -> Forward:

@@ -30,7 +30,7 @@ def traffic(plan: Plan, batch: StepCalls, coord: Coord, mode: Mode) -> tuple[Tra
         for path, note in notes_of(plan):
             for call in batch.module_calls[number].get(note.called_as(path), ()):
                 found += (each._replace(layer=path) for each in repeated(note.traffic(here, path, call), times))
-    found += [each for axis in mode.axes for each in sync_traffic(plan, batch, coord, axis.name)]
+    found += [each for axis in mode.axes for each in sync_traffic(plan, coord, axis.name)]
     rows_cut = [axis.name for axis in mode.axes if axis.stream == "T"]
     found += [each for axis in rows_cut for each in statistics_traffic(plan, batch, coord, axis)]
     return tuple(each for each in found if each.num_ranks > 1 and each.num_bytes)

@@ -8,6 +8,7 @@
     after_weight_gradients       reduce-scatter the last    reduce-scatter each       as stage 2
                                  microbatch's sum           microbatch's gradients
     all are reduced              publish: set .grad of the group's sharded parameters (before_sync: of all others)
+    an action ends               -                          -                         reshard all
     after_sync                   reshard all, so that their .grad, which is in shards, is not read as None
     after_optimizer              unsharded parameters are out of date
 """

@@ -44,7 +44,6 @@ from shardwright.analysis.structure import owners
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
 from shardwright.forward_stack import Rung
-from shardwright.layout import Factor
 from shardwright.mesh import Coord
 from shardwright.plan.alike_ranks import TrafficCuts
 from shardwright.plan.event_stages import EventStages
@@ -181,14 +180,8 @@ def _groups_as_used(job: Job, plan: Plan) -> tuple[ParamGroup, ...]:
     return count_gathers(groups, forwards, sizes, shared=shared, holds=plan.stages is not None)
 
 
-def _factor(plan: Plan) -> Factor:
-    factor = plan.layout.factor("dp")
-    assert factor is not None, "chosen for a layout with dp"
-    return factor
-
-
 def _stage(plan: Plan) -> int:
-    factor = _factor(plan)
+    factor = plan.layout.chosen("dp")
     given = [option for option in factor.options if option.name in STAGES]
     if len(given) != 1 or given[0].value is not None:
         name = given[-1].name if given else "zero1"
@@ -202,13 +195,13 @@ def _stage(plan: Plan) -> int:
 
 
 def _num_prefetch(plan: Plan) -> int:
-    option = _factor(plan).option("ahead")
+    option = plan.layout.chosen("dp").option("ahead")
     if option is None:
         return 1
     if option.value is None or not option.value.isdecimal():
         raise LayoutError(
             "'ahead' needs a number of param groups",
-            given=str(_factor(plan)),
+            given=str(plan.layout.chosen("dp")),
             allowed="0, to unshard each group when it is used, or more",
             fix="write ahead:1",
         )
@@ -217,13 +210,13 @@ def _num_prefetch(plan: Plan) -> int:
 
 def _offload_target(plan: Plan) -> OffloadTarget | None:
     """Returns where shards and optimizer state are offloaded, host memory or disk; None if they are not."""
-    option = _factor(plan).option("offload")
+    option = plan.layout.chosen("dp").option("offload")
     if option is None:
         return None
     if option.value not in (None, "disk"):
         raise LayoutError(
             "state is offloaded to host memory or to disk",
-            given=str(_factor(plan)),
+            given=str(plan.layout.chosen("dp")),
             allowed="offload, offload:disk",
             fix="write offload:disk",
         )

@@ -1,0 +1,107 @@
+"""The global random generators of Python and NumPy: whether a forward draws from them, and whether that matters."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from threading import Lock
+from typing import Any
+
+_LOCK = Lock()
+
+_START = 2**32 - 1_003
+"""A seed that no forward is likely to use."""
+
+_NUM_STARTS = 8
+
+_NUM_WORDS = 624
+"""The words of 32 bits in the state of the Mersenne Twister, which Python and NumPy have."""
+
+
+@contextmanager
+def other_generators(start: int = 0) -> Iterator[dict[str, Any]]:
+    """Returns a context that finds uses of the global generators of Python and NumPy, and restores their state.
+
+    These are ``random`` and, if NumPy is imported already, ``numpy.random``; generator objects, such as those of
+    ``numpy.random.default_rng``, are not watched. Inside, they start from a state that only ``start`` decides;
+    otherwise a forward that seeds a generator to the state that it has already would not be found. It yields a dict,
+    which at the end has the state of each generator that was used inside, by name. One thread at a time is inside such
+    a context; others wait.
+    """
+    numpy = sys.modules.get("numpy")
+    fresh = random.Random(_START - start).getstate()
+    with _begun_with(fresh, None if numpy is None else numpy.random.RandomState(_START - start).get_state()) as found:
+        yield found
+
+
+@contextmanager
+def extreme_generators(*, high: bool) -> Iterator[None]:
+    """Returns a context in which the first 624 numbers of the generators are nearly the least, or the greatest.
+
+    Code that does something rarely, as where a number is below 0.01, does it in one of the two.
+
+    >>> for high in (False, True):
+    ...     with extreme_generators(high=high):
+    ...         print(round(random.random(), 3), random.getrandbits(4))
+    0.0 0
+    1.0 15
+    """
+    drawn = random.Random(_START)
+    outputs = [drawn.getrandbits(12) for _ in range(_NUM_WORDS)]
+    words = [_before_output(2**32 - 1 - each if high else each) for each in outputs]
+    numpy = sys.modules.get("numpy")
+    numpys = None if numpy is None else ("MT19937", numpy.array(words, dtype=numpy.uint32), 0, 0, 0.0)
+    with _begun_with((3, (*words, 0), None), numpys):
+        yield
+
+
+def every_start() -> Iterator[AbstractContextManager[Any]]:
+    """Yields contexts in which the generators begin with other states: two extreme ones, and :data:`_NUM_STARTS` more.
+
+    What is alike in all of them does not depend on the numbers that are drawn, but for a chance of 1 in 500 where it
+    depends on a single choice between two.
+    """
+    yield from (extreme_generators(high=high) for high in (False, True))
+    yield from (other_generators(2 + start) for start in range(_NUM_STARTS))
+
+
+@contextmanager
+def _begun_with(state: Any, numpys: Any) -> Iterator[dict[str, Any]]:
+    """Returns a context in which the generators begin with these states, and which restores those they had."""
+    numpy, found = sys.modules.get("numpy"), dict[str, Any]()
+    with _LOCK:
+        before, numpys_before = random.getstate(), None if numpys is None else numpy.random.get_state()  # type: ignore[union-attr]
+        random.setstate(state)
+        if numpys is not None:
+            numpy.random.set_state(numpys)  # type: ignore[union-attr]
+        try:
+            yield found
+        finally:
+            now = random.getstate()
+            if now != state:
+                found["Python's random"] = now
+            if numpys is not None:
+                numpys_now = _comparable(numpy.random.get_state())  # type: ignore[union-attr]
+                if numpys_now != _comparable(numpys):
+                    found["numpy.random"] = numpys_now
+                numpy.random.set_state(numpys_before)  # type: ignore[union-attr]
+            random.setstate(before)
+
+
+def _comparable(state: Any) -> tuple[Any, ...]:
+    return tuple(each.tobytes() if hasattr(each, "tobytes") else each for each in state)
+
+
+def _before_output(word: int) -> int:
+    """Returns the word of a Mersenne Twister's state that it gives out as ``word``: the inverse of its tempering."""
+    word ^= word >> 18
+    word ^= (word << 15) & 0xEFC60000
+    found = word
+    for _ in range(4):  # seven bits become known in each turn
+        found = word ^ ((found << 7) & 0x9D2C5680)
+    word = found
+    for _ in range(2):  # eleven bits
+        found = word ^ (found >> 11)
+    return found
