@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.contract.cases import CHECKS, Case, Pictures, check_equal, job_of, planned
+from tests.contract.cases import CHECKS, Case, Pictures, check_equal, check_traffic, job_of, planned
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -191,7 +191,37 @@ class TorchBlock(nn.TransformerEncoderLayer):
         super().__init__(WIDTH, 4, 2 * WIDTH, dropout=0.1, batch_first=True)
 
 
-TORCH_BLOCKS = case_of(TorchBlock)
+class NamedParts(nn.Module):
+    """A block whose attention and layers are entries of a ``ModuleDict``, which has no forward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        layers = nn.ModuleDict({"attention": attention, "up": nn.Linear(WIDTH, 24), "down": nn.Linear(24, WIDTH)})
+        self.parts = nn.ModuleList([layers])
+
+    def forward(self, x):
+        for part in self.parts:
+            x = x + part["attention"](x, x, x, need_weights=False)[0]
+            x = x + part["down"](part["up"](x).relu())
+        return x
+
+
+class SharedTable(nn.Module):
+    """A block that reads the weight of a layer which all blocks share, without calling the layer."""
+
+    shared = nn.Linear(WIDTH, 24, bias=False)
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.table = self.shared
+
+    def forward(self, x):
+        x = x + self.down(self.up(x).relu())
+        return x + functional.linear(x, self.table.weight).tanh() @ self.table.weight
+
+
 RECOMPUTED = ("tp2/sp recompute:full", "tp2x2/2d recompute:selective", "tp2x2x2/3d recompute:full",
               "pp2/1f1b mb2 tp2/sp recompute:full")  # fmt: skip
 
@@ -199,10 +229,19 @@ RECOMPUTED = ("tp2/sp recompute:full", "tp2x2/2d recompute:selective", "tp2x2x2/
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("line", RECOMPUTED)
 def test_a_block_that_is_recomputed_gathers_again_what_other_modules_read_of_its_layers(line):
-    plan, _ = planned(line, TORCH_BLOCKS)
+    case = case_of(TorchBlock)
+    plan, _ = planned(line, case)
     assert any(each.everywhere for each in plan.notes[""].stored.values()), "read by another module than its own"
     for check in CHECKS:
-        check(line, TORCH_BLOCKS)
+        check(line, case)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("line", [*RECOMPUTED, "dp2/zero3 recompute:full"])
+@pytest.mark.parametrize("block", [NamedParts, SharedTable])
+def test_blocks_without_a_forward_and_blocks_that_share_a_table_are_recomputed_under_every_layout(block, line):
+    for check in (check_equal, check_traffic):
+        check(line, case_of(block))
 
 
 class Aggregated(nn.Module):

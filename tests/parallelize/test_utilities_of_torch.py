@@ -5,11 +5,12 @@ Never NaN, one rank's part in place of the whole, or a write that is lost.
 
 from __future__ import annotations
 
+import pickle
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import utils
 from torch.nn.utils import parametrizations, prune
 
@@ -416,3 +417,35 @@ def test_a_step_in_inference_mode_is_refused(line):
         return run.step(part).isfinite().item()
 
     assert all(on_ranks(line, work))
+
+
+class GeneratedCode(nn.Module):
+    """Keeps code that was made by ``torch.fx`` as text, and traces it again when it is copied, as some packages do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, graph = nn.Parameter(torch.randn(6, 6) / 3), fx.Graph()
+        x, weight = graph.placeholder("x"), graph.placeholder("weight")
+        graph.output(graph.call_function(torch.matmul, (x, weight)))
+        self.code = fx.GraphModule({}, graph)
+
+    def __getstate__(self):
+        state = {**vars(self), "_modules": dict(self._modules)}
+        return {**state, "code": pickle.dumps(state["_modules"].pop("code"))}
+
+    def __setstate__(self, state):
+        code = pickle.loads(state.pop("code"))
+        vars(self).update(state)
+        self._modules["code"] = code
+
+    def forward(self, x):
+        return self.code(x, self.weight)
+
+
+@pytest.mark.parametrize("line", ["dp4", "tp2", "dp2/zero3"])
+def test_ranks_that_are_threads_copy_code_that_traces_itself_one_after_another(line):
+    torch.manual_seed(0)
+    model, call = nn.Sequential(*(GeneratedCode() for _ in range(20))), nn.Module.__call__
+    verdict = sw.verify(model, line, [(torch.randn(8, 6), torch.randn(8, 6))], loss=sw.MeanSquaredError())
+    assert verdict.equal, str(verdict)
+    assert nn.Module.__call__ is call, "as torch has it"

@@ -277,18 +277,17 @@ class ModelGraph:
 
         It is empty if the forward was recorded, and for a model of torch's and our own layers alone.
         """
-        return "" if self.needs_no_record else self.failure
+        return "" if self._needs_no_record else self.failure
 
     @property
     def _of_own_code(self) -> RecordedRun | None:
         """The recorded run; None for a model of torch's and our own layers alone, or if it cannot run on meta."""
-        if self.needs_no_record:
+        if self._needs_no_record:
             return None
         return self._first if isinstance(self._first, RecordedRun) else None
 
     @property
-    def needs_no_record(self) -> bool:
-        """Whether the model has torch's and our own layers alone, which draw by plain dropout, if at all."""
+    def _needs_no_record(self) -> bool:
         return all(map(draws_as_known, self.model.modules())) and not marks_in(self.example)
 
     @property

@@ -36,7 +36,7 @@ from shardwright.parallelize.first_batch import FirstBatchChecker
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.loss_settings import follow_settings
 from shardwright.parallelize.outputs import join_by_hand
-from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, shares_of, structural_copy
+from shardwright.parallelize.planning import PLANNING, StepTraffic, job_for, make_plan, shares_of, structural_copy
 from shardwright.parallelize.rank_check import CHECK_EVERY
 from shardwright.parallelize.run import Run
 from shardwright.parallelize.sample_checks import check_draws, cuts_batch, warn_unseen
@@ -140,14 +140,15 @@ def parallelize(
     given, loss = loss, structural_copy(loss_for(loss, model))
     check_loss(loss)
     follow_settings(given, loss)
-    own = structural_copy(model)
-    check_apart(model, own)
-    if num_tokens is None:
-        num_tokens = NUM_TOKENS if example is None else tokens_of(example, layout)
-    job = job_for(own, loss, layout, example, num_tokens, roles)._replace(
-        seconds=seconds, offload_folder=None if offload_folder is None else Path(offload_folder)
-    )
-    plan, chosen = make_plan(job, layout, strategies)
+    with PLANNING:
+        own = structural_copy(model)
+        check_apart(model, own)
+        if num_tokens is None:
+            num_tokens = NUM_TOKENS if example is None else tokens_of(example, layout)
+        job = job_for(own, loss, layout, example, num_tokens, roles)._replace(
+            seconds=seconds, offload_folder=None if offload_folder is None else Path(offload_folder)
+        )
+        plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
     for share in shares_of(job, plan) if world.rank == 0 else ():
         more = f"; {EXAMPLE}, by which its operators are known" if share.is_low and example is None else ""
@@ -180,7 +181,8 @@ def _started(
 ) -> Run:  # fmt: skip
     """Gives the job's model this rank's values, checks that all ranks begin alike, and builds the run."""
     layout = plan.layout
-    draws = job.graph.draws if job.graph is not None else None
+    with PLANNING:
+        draws = job.graph.draws if job.graph is not None else None
     by_values = plan.reads_values and (plan.stages is not None or layout.factor("tp") is not None)
     example = job.graph.values if job.graph is not None and by_values else None
     job = job._replace(graph=None)  # it is read in planning only, and has all operators of the model

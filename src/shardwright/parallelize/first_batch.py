@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwright.analysis.draws import FIRST, Draws
+from shardwright.analysis.draws import FIRST, Draws, draws_as_known
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.axes import layout_axes
 from shardwright.comm.world import World
 from shardwright.errors import EXAMPLE, PlanError
-from shardwright.parallelize.planning import make_plan, num_rows, on_device, without_storage
+from shardwright.parallelize.planning import PLANNING, make_plan, num_rows, on_device, without_storage
 from shardwright.parallelize.sample_checks import check_draws, cuts_batch, warn_unseen
 from shardwright.plan.plan import Job, Plan
 from shardwright.rng import with_samples_in_dim_1
@@ -31,7 +31,8 @@ class FirstBatchChecker:
 
     def __init__(self, job: Job, plan: Plan, world: World) -> None:
         """Keeps a copy of the job's model without values until the first batch; ``job.example`` is None."""
-        self._job: Job | None = job._replace(model=without_storage(job.model))
+        has_own_code = not all(map(draws_as_known, job.model.modules()))
+        self._job = job._replace(model=without_storage(job.model)) if has_own_code else None
         self._plan, self._world = plan, world
 
     def check(self, inputs: Any) -> None:
@@ -40,13 +41,15 @@ class FirstBatchChecker:
         Raises: LayoutError, PlanError: as ``parallelize`` does with an example; or the model draws random numbers that
             are the same on one device only if an example shows which of them belong to which sample.
         """
-        job, plan = self._job, self._plan
+        job = self._job
         if job is None or not num_rows(inputs):
             return
         self._job = None
-        graph = _graph(job.model, inputs)
-        if graph.needs_no_record:
-            return
+        with PLANNING:
+            self._look_at(job, _graph(job.model, inputs))
+
+    def _look_at(self, job: Job, graph: ModelGraph) -> None:
+        plan = self._plan
         # what cuts no samples was planned without a record, and stays as it is
         factors = tuple(each for each in plan.layout.factors if layout_axes()[each.axis].kind == "copies")
         make_plan(job._replace(example=graph.example, graph=graph), replace(plan.layout, factors=factors))
@@ -62,8 +65,8 @@ class FirstBatchChecker:
 
 def _graph(model: nn.Module, inputs: Any) -> ModelGraph:
     """Returns the graph of a model on inputs of a batch, which may have been cast to the layout's precision."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    own = tree_map_only(Tensor, lambda x: x.to(dtype) if dtype is not None and x.is_floating_point() else x, inputs)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    own = tree_map_only(Tensor, lambda x: x.to(dtype) if x.dtype in (torch.bfloat16, torch.float16) else x, inputs)
     example, values = (on_device(own, torch.device(device)) for device in ("meta", "cpu"))
     return ModelGraph(model, example, values)
 

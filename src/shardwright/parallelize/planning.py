@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
 from math import prod
+from threading import RLock
 from types import MappingProxyType
 from typing import Any
 
@@ -55,6 +56,12 @@ from shardwright.strategies import choose
 from shardwright.strategies.pipeline.cut import stages_by_device
 from shardwright.strategies.tensor_parallel.place import sent
 from shardwright.strategy import Strategy, check_own_writes, cuts_of_traffic
+
+PLANNING = RLock()
+"""Ranks that are threads plan in turn, which takes them no longer.
+
+Code of the model's that runs then may trace itself by ``torch.fx``, which patches ``nn.Module`` for all threads.
+"""
 
 
 def without_storage(model: nn.Module) -> nn.Module:

@@ -30,7 +30,8 @@ def recomputed_blocks(model: nn.Module, layout: Layout) -> tuple[str, ...]:
 
     The option is either a list of name patterns, or a word such as ``full``. A word selects the entries of
     ``nn.Sequential`` and ``nn.ModuleList``; single layers among them are selected only if there are no larger blocks,
-    since recomputing one layer frees no memory. Without the option nothing is selected.
+    since recomputing one layer frees no memory. A selected module without a forward, such as a ``ModuleDict``, stands
+    for the modules in it. Without the option nothing is selected.
 
     Raises: LayoutError: a pattern matches no module, or the model has no blocks for a word to select.
 
@@ -40,6 +41,8 @@ def recomputed_blocks(model: nn.Module, layout: Layout) -> tuple[str, ...]:
     >>> lines = ("recompute:*.0", "recompute:0,1.0")
     >>> tuple(recomputed_blocks(model, Layout.parse(line)) for line in lines)
     (('0.0', '1.0'), ('0', '1.0'))
+    >>> recomputed_blocks(nn.ModuleList([nn.ModuleDict({"up": nn.Linear(2, 2)})]), Layout.parse("recompute:full"))
+    ('0.up',)
     """
     word = layout.recompute
     if word is None:
@@ -50,11 +53,22 @@ def recomputed_blocks(model: nn.Module, layout: Layout) -> tuple[str, ...]:
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise _no_match(f"no module of the model is called '{pattern}'", layout, names, nearest(pattern, names))
-        return _outermost([name for name in names if any(fnmatchcase(name, each) for each in patterns)])
+        matched = _outermost([name for name in names if any(fnmatchcase(name, each) for each in patterns)])
+        return tuple(_that_run(model, matched))
     found = blocks_of(model) or [path for path, _ in _entries("", model)]
     if not found:
         raise _no_match("the model has no blocks", layout, names, names[0] if names else "")
-    return _outermost(found)
+    return tuple(_that_run(model, _outermost(found)))
+
+
+def _that_run(model: nn.Module, paths: Sequence[str]) -> Iterator[str]:
+    """Yields the modules at ``paths``, with each that has no forward, such as a ``ModuleDict``, replaced by its own."""
+    for path in paths:
+        module = model.get_submodule(path)
+        if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+            yield from _that_run(model, [f"{path}.{name}" for name, _ in module.named_children()])
+        else:
+            yield path
 
 
 def blocks_of(model: nn.Module) -> list[str]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial, wraps
-from itertools import groupby, pairwise, takewhile
+from itertools import groupby, pairwise
 from math import prod
 from typing import Any
 
@@ -56,7 +56,7 @@ from shardwright.sharding.tensor_part import ALL, TensorPart, held, tag, tagged
 from shardwright.strategies.tensor_parallel.graph_cuts import GraphCuts, graph_cuts
 from shardwright.strategies.tensor_parallel.mode import Mode
 from shardwright.strategies.tensor_parallel.output_parts import OutputParts, starts_of
-from shardwright.strategies.tensor_parallel.parts_frame import HeldPart, PartsFrame, tag_all
+from shardwright.strategies.tensor_parallel.parts_frame import HeldPart, PartsFrame, mark_fetched, tag_all
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
 from shardwright.strategies.tensor_parallel.sequence import cut_rows, is_asked
 from shardwright.strategy import check_samples_apart
@@ -113,16 +113,8 @@ class StoredParts:
     sizes: tuple[tuple[tuple[int, ...], ...], ...]
     everywhere: bool
     """Whether modules other than its own read the weight: then it is all-gathered for the whole forward."""
-    readers_in: str = ""
-    """The innermost module that contains all modules which read the weight; "" is the model."""
-
-    def gathered_in(self, recomputed: Collection[str]) -> str:
-        """Returns the module around whose forward a weight that is read ``everywhere`` is all-gathered.
-
-        It is the model, but for a weight that one of the ``recomputed`` blocks alone reads, since a backward runs the
-        block again without the model around it.
-        """
-        return next((block for block in recomputed if is_inside(self.readers_in, block)), "") if self.readers_in else ""
+    readers: tuple[str, ...]
+    """The modules that read the weight, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,14 +289,8 @@ def _store_parts(
             sizes.append(tuple(tuple(b - a for a, b in each) for each in split))
             pieces = [piece for each in split for piece in each]
         readers = cuts.readers.get(name, set()) | own[name]
-        found[name] = StoredParts(dim, names, tuple(sizes), bool(readers - own[name]), _around(readers))
+        found[name] = StoredParts(dim, names, tuple(sizes), bool(readers - own[name]), tuple(sorted(readers)))
     return plan, found
-
-
-def _around(paths: Collection[str]) -> str:
-    """Returns the innermost module that contains all modules of some paths."""
-    parts = zip(*(path.split(".") for path in paths), strict=False)
-    return ".".join(each[0] for each in takewhile(lambda each: len({*each}) == 1, parts))
 
 
 # ---- on a rank
@@ -318,7 +304,7 @@ def apply_on_parts(
 
     With ``stages``, pipeline stages do not call the model itself: the :class:`PartsFrame` that is returned does the
     same around the calls of a stage, and modules whose code the stages run call by call are not wrapped. Blocks that
-    are ``recomputed`` all-gather in each run what they alone read.
+    are ``recomputed`` all-gather again what the model had gathered around them.
     """
     if note.rows:
         norms = (*batch_norms(model), *derived_batch_norms(model))
@@ -330,8 +316,13 @@ def apply_on_parts(
         if whole in note.parts or whole in note.stored:
             stored = note.stored.get(whole)
             fetch = partial(_fetched, stored, axes) if stored is not None else None
-            home = stored.gathered_in(recomputed) if stored is not None and stored.everywhere else path
-            own.setdefault(home, []).append(HeldPart(module, "_parameters", name, note.parts.get(whole), fetch, whole))
+            readers = stored.readers if stored is not None and stored.everywhere else ()
+            held_part = HeldPart(module, "_parameters", name, note.parts.get(whole), fetch, whole)
+            own.setdefault("" if readers else path, []).append(held_part)
+            # a backward runs a block again without the model around it
+            for block in recomputed:
+                if any(is_inside(reader, block) for reader in readers):
+                    own.setdefault(block, []).append(held_part._replace(again=True))
     for path, module in model.named_modules():
         for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
             part = note.parts.get(f"{path}.{name}".lstrip("."))
@@ -354,13 +345,13 @@ def apply_on_parts(
             around = partial(_gather_output, mode, held, output)
         wrap(module, Rung.ON_PARTS, "its own code on parts of tensors", by=by, around=around)
     held = [each for mine in own.values() for each in mine]
-    fetched = {name: [each for each in held if each.whole == name] for name in note.stored}
+    fetched = {name: [each for each in held if each.whole == name and not each.again] for name in note.stored}
     return PartsFrame(
         mode,
         output,
         tags,
         fetched,
-        frozenset(name for name, each in note.stored.items() if each.everywhere and not each.gathered_in(recomputed)),
+        frozenset(name for name, each in note.stored.items() if each.everywhere),
     )
 
 
@@ -390,7 +381,8 @@ def _on_parts(
         if not stored and not is_model and (mode is None or mode.depth):
             return forward(*args, **named)
         is_outermost = mode is not None and not mode.depth
-        before = [(each, fetch, each.store[each.name]) for each, fetch in stored]
+        missing = [(each, fetch) for each, fetch in stored if not (each.again and each.is_at_hand)]
+        before = [(each, fetch, each.store[each.name]) for each, fetch in missing]
         for each, fetch, tensor in before:
             each.store[each.name] = fetched = fetch(tensor)
             fetched._is_param = True  # what torch and code take for a parameter
@@ -449,7 +441,7 @@ def _fetched(stored: StoredParts, axes: Mapping[str, Axis], tensor: Tensor) -> T
             for axis in (axes[name] for name in stored.axes[:number]):
                 place = place * axis.size + axis.index
             tensor = cut_to_shared(tensor, axes[stored.axes[number]], stored.dim, stored.sizes[number][place])
-    return tensor
+        return mark_fetched(tensor)
 
 
 # ---- traffic

@@ -21,7 +21,8 @@ class HeldPart(NamedTuple):
     """A module's parameter or buffer, and the shard (part) of the whole tensor that this rank computes with.
 
     ``name`` is its name in the module, and ``part`` is None for a whole tensor. ``fetch`` all-gathers a parameter that
-    is sharded at rest. ``whole`` is the parameter's name in the model, empty for a buffer.
+    is sharded at rest. ``whole`` is the parameter's name in the model, empty for a buffer. With ``again`` it is fetched
+    only where it is not at hand yet, as in a recomputation, which has no forward of the model around it.
     """
 
     module: nn.Module
@@ -30,12 +31,27 @@ class HeldPart(NamedTuple):
     part: TensorPart | None
     fetch: Callable[[Tensor], Tensor] | None = None
     whole: str = ""
+    again: bool = False
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether the parameter has been fetched already, around the module that runs now."""
+        return _FETCHED in vars(self.store[self.name])
 
     @property
     def store(self) -> dict[str, Any]:
         """The module's dict of parameters or buffers, read anew: another strategy may have replaced the dict."""
         store: dict[str, Any] = getattr(self.module, self.kind)
         return store
+
+
+_FETCHED = "_is_fetched"
+
+
+def mark_fetched(tensor: Tensor) -> Tensor:
+    """Marks a tensor as one that :attr:`HeldPart.fetch` has returned, and returns it."""
+    vars(tensor)[_FETCHED] = True
+    return tensor
 
 
 def tag_all(parts: Sequence[HeldPart]) -> None:
