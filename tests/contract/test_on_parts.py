@@ -244,6 +244,46 @@ def test_blocks_without_a_forward_and_blocks_that_share_a_table_are_recomputed_u
         check(line, case_of(block))
 
 
+class Checkpointed(nn.Module):
+    """Blocks that torch checkpoints, of which the first gives the others scores of its heads, as T5 does."""
+
+    class Block(nn.Module):
+        def __init__(self, is_first):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.scores = nn.Embedding(2 * TOKENS, HEADS) if is_first else None
+
+        def forward(self, x, scores):
+            return checkpoint(self.attend, x, scores, use_reentrant=False)
+
+        def attend(self, x, scores):
+            if self.scores is not None:
+                places = torch.arange(x.shape[1])
+                scores = self.scores(places[:, None] - places + TOKENS).permute(2, 0, 1)[None]
+            q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).movedim((2, 3), (0, 2))
+            return x + self.out(((q @ k.mT + scores).softmax(-1) @ v).transpose(1, 2).flatten(2)), scores
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(self.Block(number == 0) for number in range(3))
+
+    def forward(self, tokens):
+        x, scores = self.words(tokens), None
+        for block in self.blocks:
+            x, scores = block(x, scores)
+        return self.head(x)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("word", ["full", "selective", "offload:disk"])
+@pytest.mark.parametrize("line", ["tp2", "tp2x2/2d", "dp2/zero3 tp2"])
+def test_parts_that_a_checkpoint_of_torch_takes_are_parts_when_it_runs_again(line, word):
+    torch.manual_seed(1)
+    case = OwnCase("checkpointed", Checkpointed(), CrossEntropy(), num_tokens=TOKENS)
+    check_equal(f"{line} recompute:{word}", case)
+
+
 class Aggregated(nn.Module):
     """Convolutions in a row, of which each and all together are read, as in one-shot aggregation (VoVNet)."""
 

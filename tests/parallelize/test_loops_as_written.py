@@ -654,3 +654,25 @@ def test_schedules_groups_freezing_and_clipping_train_as_on_one_device(line, loo
     (expected,) = sw.launch(work, "single", "single", ranks="threads")
     for found in sw.launch(work, line, line, ranks="threads"):
         assert found == pytest.approx(expected, abs=1e-5)
+
+
+class Centred(nn.Module):
+    """A loss with a running mean of the scores, as self-distillation has: each call changes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, output, targets):
+        loss = (output - self.centre).square().sum()
+        self.centre = 0.5 * self.centre + 0.5 * output.detach().mean(0)
+        return loss, len(output)
+
+
+def test_ranks_that_are_threads_share_no_buffer_of_a_loss_and_leave_the_users_as_it_is():
+    batch, loss = (torch.linspace(-1, 1, 18).view(6, 3), torch.zeros(6)), Centred()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+    verdict = sw.verify(plain, "tp2", [batch] * 3, loss=loss)
+    assert verdict.equal, str(verdict)
+    assert loss.centre.tolist() == [0, 0, 0]

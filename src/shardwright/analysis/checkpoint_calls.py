@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -99,6 +99,37 @@ def compare_local_shapes() -> None:
     frame = _frame_of(saved_by())
     if frame is not None and not isinstance(frame.metadata_fn, _LocalShape | None):
         frame.metadata_fn = _LocalShape(frame.metadata_fn)
+
+
+def prepare_inputs(prepared: Callable[[Sequence[Any]], Callable[[Sequence[Any]], None] | None]) -> None:
+    """Lets a checkpoint inside of whose forward the caller's code runs, if any, prepare the inputs that it keeps.
+
+    ``prepared(inputs)`` is called once for each checkpoint, with its positional inputs. It returns a function that the
+    backward will call with these inputs before it runs the code again, or None. They are other tensors then, without
+    the attributes of the first ones, where hooks around the checkpoint have saved them.
+    """
+    frame = _frame_of(saved_by())
+    if frame is None or isinstance(frame.recompute_fn, _Prepared):
+        return
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller.f_code is not _CHECKPOINT:
+        caller = caller.f_back
+    frame.recompute_fn = _Prepared(frame.recompute_fn, None if caller is None else prepared(caller.f_locals["args"]))
+
+
+_CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
+
+
+class _Prepared:
+    """Runs the code of a checkpoint again, on inputs that ``prepare`` was called with before."""
+
+    def __init__(self, function: Callable[..., Any], prepare: Callable[[Sequence[Any]], None] | None) -> None:
+        self._function, self._prepare = function, prepare
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self._prepare is not None:
+            self._prepare(inputs)
+        return self._function(*inputs)
 
 
 class _LocalShape:

@@ -194,6 +194,7 @@ class _ForwardRecorder(TorchFunctionMode):
         results = self._selecting(func, args, named)
         if varies and self._values.num_reads > num_reads:
             self._decides_by_inputs()
+        if varies and not self.record.is_one_path:  # the number of what is picked, as by nonzero(), may be another
             self.record.selections.add(len(self.record.events))
         if self._has_autocast and function_name(func) in _CONVERSIONS and any(results is each for each in given):
             with below_functions():

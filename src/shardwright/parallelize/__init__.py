@@ -36,7 +36,15 @@ from shardwright.parallelize.first_batch import FirstBatchChecker
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.loss_settings import follow_settings
 from shardwright.parallelize.outputs import join_by_hand
-from shardwright.parallelize.planning import PLANNING, StepTraffic, job_for, make_plan, shares_of, structural_copy
+from shardwright.parallelize.planning import (
+    PLANNING,
+    StepTraffic,
+    copied_loss,
+    job_for,
+    make_plan,
+    shares_of,
+    structural_copy,
+)
 from shardwright.parallelize.rank_check import CHECK_EVERY
 from shardwright.parallelize.run import Run
 from shardwright.parallelize.sample_checks import check_draws, cuts_batch, warn_unseen
@@ -137,7 +145,7 @@ def parallelize(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_model(model)
     example = as_tensors(example)
-    given, loss = loss, structural_copy(loss_for(loss, model))
+    given, loss = loss, copied_loss(loss_for(loss, model))
     check_loss(loss)
     follow_settings(given, loss)
     with PLANNING:
@@ -170,7 +178,7 @@ def under_plan(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World) -
 
     Raises: LayoutError: the world has another number of ranks than the plan; and as :func:`parallelize`.
     """
-    own = job._replace(model=structural_copy(job.model), loss=structural_copy(as_loss(job.loss)))
+    own = job._replace(model=structural_copy(job.model), loss=copied_loss(as_loss(job.loss)))
     check_world(plan, world)
     return _started(own, plan, chosen, world, job.model, 0, False, CHECK_EVERY)
 

@@ -57,6 +57,15 @@ from shardwright.strategies.pipeline.cut import stages_by_device
 from shardwright.strategies.tensor_parallel.place import sent
 from shardwright.strategy import Strategy, check_own_writes, cuts_of_traffic
 
+
+def copied_loss(loss: nn.Module) -> nn.Module:
+    """Returns a copy of a loss with buffers of its own, such as a running mean: ranks that are threads share no buffer.
+
+    Parameters share memory with those of ``loss``.
+    """
+    return structural_copy(loss, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
+
+
 PLANNING = RLock()
 """Ranks that are threads plan in turn, which takes them no longer.
 

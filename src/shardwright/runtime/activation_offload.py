@@ -115,11 +115,15 @@ class ActivationOffload:
 
         def pack(tensor: Tensor) -> Any:
             packed = tensor if self.outer is None else self.outer[0](tensor)
-            if packed is not tensor or tensor.layout != torch.strided or not tensor.untyped_storage().nbytes():
-                return packed
+            with torch._C.DisableTorchFunction():  # in a mode, a shard has the shape of the whole tensor
+                return offloaded(tensor) if packed is tensor else packed
+
+        def offloaded(tensor: Tensor) -> Any:
+            if tensor.layout != torch.strided or not tensor.untyped_storage().nbytes():
+                return tensor
             key = tensor.untyped_storage()._cdata
             if any(key == state.untyped_storage()._cdata for state in (*module.parameters(), *module.buffers())):
-                return packed
+                return tensor
             found = copied.get(key)
             if found is None or found.storage.expired() or found.version != tensor._version:
                 storage = StorageWeakRef(tensor.untyped_storage())

@@ -43,7 +43,7 @@ from shardwright.models.losses import mean_of, sum_and_count
 from shardwright.models.model_loss import loss_dtype
 from shardwright.parallelize.checks import torch_errors_explained
 from shardwright.parallelize.initialization import place_parameters
-from shardwright.parallelize.planning import num_rows, structural_copy
+from shardwright.parallelize.planning import copied_loss, num_rows, structural_copy
 from shardwright.plan.batch_shard import microbatch_samples
 from shardwright.plan.plan import Plan
 from shardwright.rng import RngTracker
@@ -130,6 +130,7 @@ def reference(
     """
     model, rng, place = structural_copy(plain, torch.clone), RngTracker(seed), torch.device(device)
     check_apart(plain, model)
+    loss = copied_loss(loss)  # each run begins with the buffers that it has
     on_several = len({p.device for p in plain.parameters()}) > 1
     if any(tensor.is_meta for tensor in (*plain.parameters(), *plain.buffers())):
         place_parameters(model, {}, {}, seed, torch.device("cpu"))  # draws the values that the model does not have

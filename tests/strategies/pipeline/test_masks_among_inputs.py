@@ -79,6 +79,29 @@ def test_microbatches_of_one_step_may_leave_other_numbers_of_tokens():
     assert losses("pp2/1f1b mb2", batches)[1] == pytest.approx(sum(by_hand) / 2, rel=1e-5)
 
 
+class Marked(nn.Module):
+    """Adds to the tokens that an input marks what a layer makes of these, as attention to a few tokens does."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers = nn.Linear(6, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x, mask):
+        x, at = self.embed(x), mask.nonzero(as_tuple=True)
+        for layer in self.layers if len(at[0]) else ():
+            y, x = layer(x)[at].tanh(), x.clone()
+            x[at] += y
+        return x.mean(1)
+
+
+def test_tokens_at_places_that_nonzero_finds_are_followed():
+    torch.manual_seed(0)
+    inputs, targets = batch(3)
+    inputs["mask"][2, :7] = True  # of one microbatch more than of the other
+    verdict = sw.verify(Marked(), "pp2/1f1b mb4", [(inputs, targets), batch(2)], loss=sw.MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
 @pytest.mark.parametrize("line", ["dp2 bf16", "tp2 bf16", "pp2/1f1b mb4 bf16", "pp2/1f1b mb2"])
 def test_plans_read_the_masks_of_a_batch(line):
     plans = [

@@ -198,7 +198,8 @@ class GhostMode(TorchFunctionMode):
             if number >= self._stop:
                 raise ChunkStoppedError  # the user's code has caught the first one
             with below_functions():
-                if self._chunk is None and number in self._chunked.record.selections:
+                selects = self._chunk is None and number in self._chunked.record.selections and not event.written
+                if selects and any(isinstance(spec, GhostSpec) for spec in event.results):
                     self._check_selected(event, call, args, named)
                 return self._ghosts(event, given)
         self._before(number)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
-from shardwright.analysis.checkpoint_calls import compare_local_shapes
+from shardwright.analysis.checkpoint_calls import compare_local_shapes, prepare_inputs
 from shardwright.analysis.copying import copied
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
@@ -378,6 +378,7 @@ def _on_parts(
     def on_parts(*args: Any, **named: Any) -> Any:
         tag_all(tags)
         compare_local_shapes()
+        prepare_inputs(_marks_of)
         if not stored and not is_model and (mode is None or mode.depth):
             return forward(*args, **named)
         is_outermost = mode is not None and not mode.depth
@@ -400,6 +401,18 @@ def _on_parts(
         return output.give_outside(outputs) if is_outermost else outputs
 
     return on_parts
+
+
+def _marks_of(inputs: Sequence[Any]) -> Callable[[Sequence[Any]], None] | None:
+    """Returns a function that marks tensors in the places of ``inputs`` as the parts that these are, if some are."""
+    parts = [tagged(each) if isinstance(each, Tensor) else None for each in inputs]
+
+    def mark(others: Sequence[Any]) -> None:
+        for each, part in zip(others[-len(parts) :], parts, strict=True):
+            if part is not None:
+                tag(each, part)
+
+    return mark if any(part is not None for part in parts) else None
 
 
 def _norm_on_parts(mode: PartsMode, held: Sequence[HeldPart], output: OutputParts | None, forward: Forward) -> Forward:
