@@ -90,26 +90,21 @@ def saved_by() -> Any:
     return None if hooks is None else hooks[0]
 
 
-def compare_local_shapes() -> None:
-    """Makes the checkpoint inside of whose forward the caller's code runs, if any, compare shapes of local tensors.
+def prepare_checkpoint(prepared: Callable[[Sequence[Any]], Callable[[Sequence[Any]], None] | None]) -> None:
+    """Prepares the checkpoint inside of whose forward the caller's code runs, if any, for code that runs on shards.
 
-    It compares what its forward saves with what its backward computes again, and the latter outside of modes that give
-    for a shard the shape of the whole tensor.
-    """
-    frame = _frame_of(saved_by())
-    if frame is not None and not isinstance(frame.metadata_fn, _LocalShape | None):
-        frame.metadata_fn = _LocalShape(frame.metadata_fn)
-
-
-def prepare_inputs(prepared: Callable[[Sequence[Any]], Callable[[Sequence[Any]], None] | None]) -> None:
-    """Lets a checkpoint inside of whose forward the caller's code runs, if any, prepare the inputs that it keeps.
-
+    The checkpoint compares what its forward saves with what its backward computes again, and the latter outside of
+    modes that give for a shard the shape of the whole tensor; so it compares shapes of local tensors from here on.
     ``prepared(inputs)`` is called once for each checkpoint, with its positional inputs. It returns a function that the
     backward will call with these inputs before it runs the code again, or None. They are other tensors then, without
     the attributes of the first ones, where hooks around the checkpoint have saved them.
     """
     frame = _frame_of(saved_by())
-    if frame is None or isinstance(frame.recompute_fn, _Prepared):
+    if frame is None:
+        return
+    if not isinstance(frame.metadata_fn, _LocalShape | None):
+        frame.metadata_fn = _LocalShape(frame.metadata_fn)
+    if isinstance(frame.recompute_fn, _Prepared):
         return
     caller: FrameType | None = sys._getframe(1)
     while caller is not None and caller.f_code is not _CHECKPOINT:

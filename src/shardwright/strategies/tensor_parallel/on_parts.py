@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
-from shardwright.analysis.checkpoint_calls import compare_local_shapes, prepare_inputs
+from shardwright.analysis.checkpoint_calls import prepare_checkpoint
 from shardwright.analysis.copying import copied
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
@@ -377,8 +377,7 @@ def _on_parts(
     @wraps(forward)
     def on_parts(*args: Any, **named: Any) -> Any:
         tag_all(tags)
-        compare_local_shapes()
-        prepare_inputs(_marks_of)
+        prepare_checkpoint(_marks_of)
         if not stored and not is_model and (mode is None or mode.depth):
             return forward(*args, **named)
         is_outermost = mode is not None and not mode.depth
