@@ -248,6 +248,9 @@ class Drawing(nn.Module):
     def __init__(self, act):
         super().__init__()
         self.up, self.down, self.act, self.kept = nn.Linear(8, 12), nn.Linear(12, 8), act, 1.0
+        self.first, self.second = (nn.Parameter(torch.randn(12)) for _ in range(2))
+        self.register_buffer("near", torch.randn(2000))
+        self.register_buffer("far", torch.randn(2000))
 
     def forward(self, x):
         return self.down(self.act(self, self.up(x).tanh()))
@@ -266,6 +269,11 @@ MATTERS = {
     "an order": lambda module, x: x[:, random.sample(range(12), 12)],
     "a table": lambda module, x: x * torch.from_numpy(np.random.rand(12)).to(x.dtype),
     "the next forward": kept_for_the_next_forward,
+    "one of two activations": lambda module, x: random.choice([x.sin(), x.cos()]) * 2,
+    "the order of two activations": lambda module, x: torch.cat(random.sample(list(x.chunk(2, 1)), 2), 1),
+    "one of two weights": lambda module, x: x * random.choice([module.first, module.second]),
+    "one of two tables": lambda module, x: x + random.choice([module.near, module.far])[:12],
+    "what is returned": lambda module, x: random.choice([x.sin(), x.cos()]),
 }
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 import shardwright as sw
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
+from shardwright.strategies import STRATEGIES, choose
 
 BATCH = torch.linspace(-1, 1, 48).view(6, 8), torch.arange(6)
 
@@ -128,3 +129,44 @@ def test_nothing_is_recorded_on_one_rank():
     calls = []
     losses(lambda model, x: calls.append(x.is_meta) or x, "single")
     assert calls == [False, False]
+
+
+class OwnNorm(nn.Module):
+    """Subtracts the batch's mean in training, and a kept one in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("kept", torch.ones(6))
+
+    def forward(self, x):
+        return x - x.mean(0) if self.training else x - self.kept
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+def test_code_is_looked_at_in_the_modes_in_which_the_model_trains(is_before):
+    def work(world):
+        model = models[world.rank]
+        run = sw.parallelize(model.eval() if is_before else model, "dp2", world)
+        run.model.eval()
+        return [run.step(batch).item() for batch in run.shard([BATCH])]
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 6), OwnNorm(), nn.Linear(6, 8))
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    expected = functional.cross_entropy(plain.eval()(BATCH[0]), BATCH[1]).item()
+    assert sw.launch(work, 2, ranks="threads")[0] == pytest.approx([expected])
+    with pytest.raises(LayoutError, match="from other samples"):
+        losses(lambda model, x: OwnNorm()(x), "dp2")
+
+
+def test_strategies_of_the_callers_own_are_those_of_the_look_too():
+    class Allowing(type(STRATEGIES["data_parallel"])):
+        """Takes models whose code mixes samples, as its user wants it."""
+
+        def place(self, job, plan):
+            return super().place(job._replace(graph=None), plan)
+
+    own = [Allowing() if each.name == "data_parallel" else each for each in choose(Layout.parse("dp2"))]
+    assert losses(less_the_mean, "dp2", strategies=own)[0][0] > 0
+    with pytest.raises(LayoutError, match="from other samples"):
+        losses(less_the_mean, "dp2")

@@ -13,11 +13,12 @@ from contract import cases
 from contract.cases import CASES, CONVNET, DEEP, GPT2, check_equal, check_refused, check_traffic
 from shardwright import launch, parallelize, verify
 from shardwright.analysis.operator_results import _results
-from shardwright.errors import PlanError, RankFailedError
+from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy
 from shardwright.parallelize.planning import make_plan
 from shardwright.plan.plan import Job
+from shardwright.plan.recompute import recomputed_blocks
 
 NAMED = {case.name: case for case in CASES}
 
@@ -93,6 +94,31 @@ def test_what_plans_a_call_in_the_first_step_is_not_kept_as_the_call_is(line):
     _results.cache_clear()  # as in a new process, where the call's results on the meta device are not known yet
     verdict = verify(Blocks(Encoder), line, [batch(3, 4), batch(3, 4)])
     assert verdict.equal, str(verdict)
+
+
+class SharedParts(nn.Module):
+    """Blocks without a forward, of which two hold one layer."""
+
+    def __init__(self):
+        super().__init__()
+        shared = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"shared": shared, "own": nn.Linear(6, 6)}) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block["own"](block["shared"](x).tanh())
+        return x
+
+
+def test_blocks_without_a_forward_that_share_a_layer_are_recomputed():
+    shapes = torch.randn(4, 6), torch.randint(6, (4,))
+    assert verify(SharedParts(), "dp2 recompute:full", [shapes]).equal
+
+
+def test_blocks_that_hold_no_module_are_refused():
+    model = nn.ModuleList([nn.ParameterDict({"weight": nn.Parameter(torch.ones(2))})])
+    with pytest.raises(LayoutError, match="no module at 0 has a forward, so there is nothing to recompute"):
+        recomputed_blocks(model, Layout.parse("recompute:0"))
 
 
 def channels(momentum):

@@ -56,8 +56,6 @@ SELECTED = SamplePlace(-2)
 ALONE = SamplePlace(-3)
 """Marks a drawn tensor that belongs to one sample and so has no dim of samples, as where code loops over the batch."""
 
-"""Held while a forward is recorded: ranks that are threads share the generators of Python and NumPy."""
-
 FIRST = SamplePlace(0)
 """The place of samples in most drawn tensors: dim 0, with no other factor."""
 

@@ -99,6 +99,7 @@ class ModelGraph:
     told from other dims. If the model's code does not take that number, the number of samples in ``example`` is used.
     ``example`` is on the meta device. ``values`` are the same inputs on the CPU; only where the model's code does not
     run without values, it is recorded on these, repeated up to the number of samples (:attr:`reads_values`).
+    A model in evaluation is recorded in training, unless it ``is_as_trained``: its steps run in the modes that it has.
 
     >>> graph = ModelGraph(nn.Linear(3, 4), torch.empty(2, 3))
     >>> [call.name for call in graph.run.recording.calls], graph.run.recording.calls[0].results[0].shape
@@ -113,6 +114,7 @@ class ModelGraph:
     model: nn.Module
     example: Any
     values: Any = None
+    is_as_trained: bool = False
     _tries: dict[tuple[int | None, bool], RecordedRun | str] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -315,7 +317,8 @@ class ModelGraph:
         key = number, by_values
         if key not in self._tries:
             inputs = self.values if by_values else self.example
-            self._tries[key] = _run_or_failure(self.model, map_samples(cloned(inputs), partial(_of_samples, number)))
+            given = map_samples(cloned(inputs), partial(_of_samples, number))
+            self._tries[key] = _run_or_failure(self.model, given, self.is_as_trained)
         return self._tries[key]
 
 
@@ -323,16 +326,16 @@ def _of_samples(number: int | None, tensor: Tensor) -> Tensor:
     return tensor if number is None or not tensor.dim() else tensor[torch.arange(number) % len(tensor)]
 
 
-def _run_or_failure(model: nn.Module, inputs: Any) -> RecordedRun | str:
+def _run_or_failure(model: nn.Module, inputs: Any, as_is: bool) -> RecordedRun | str:
     """Returns the recorded run, or the text of the exception that the model's code raised on the meta device."""
     try:
-        return _recorded(model, inputs)
+        return _recorded(model, inputs, as_is)
     except Exception as failure:  # the user's code may raise anything
         return f"{type(failure).__name__}: {failure}"
 
 
-def _recorded(model: nn.Module, inputs: Any) -> RecordedRun:
-    """Returns the record of a copy of the model, in training, on the meta device."""
+def _recorded(model: nn.Module, inputs: Any, as_is: bool) -> RecordedRun:
+    """Returns the record of a copy of the model on the meta device, in training or in the modes that it has."""
     copy = meta_copy(model)
     finds: dict[int, FindsDraws] = {}  # of each run that was tried
 
@@ -343,7 +346,7 @@ def _recorded(model: nn.Module, inputs: Any) -> RecordedRun:
         with IgnoresDeviceMoves(torch.device("meta")), mode:
             yield
 
-    copy = copy if copy.training else copy.train()
+    copy = copy if copy.training or as_is else copy.train()
     with other_generators() as others:
         recording = record_forward(copy, cloned(inputs), within)
     found, seeds = finds[id(recording)].found, list[DrawKey]()
@@ -358,18 +361,19 @@ def _recorded(model: nn.Module, inputs: Any) -> RecordedRun:
     used: Collection[str] = others
     if others:
         with suppress(Exception):  # of the user's own code, on the path that other numbers take
-            used = () if _runs_alike(model, inputs) else others
+            used = () if _runs_alike(model, inputs, as_is) else others
     return RecordedRun(recording, found, tuple(used), seeded, seeds)
 
 
-def _runs_alike(model: nn.Module, inputs: Any) -> bool:
-    """Returns whether two forwards run the same operators whatever numbers they draw from Python and NumPy.
+def _runs_alike(model: nn.Module, inputs: Any, as_is: bool) -> bool:
+    """Returns whether forwards run the same operators on the same tensors, whatever they draw from Python and NumPy.
 
     So do forwards in which only a check of types picks at random what it looks at.
     """
     first: list[str] | None = None
     for start in every_start():
-        copy, recordings = meta_copy(model).train(), list[Recorded]()
+        copy, recordings = meta_copy(model), list[Recorded]()
+        copy = copy if copy.training or as_is else copy.train()
 
         def within(recorded: Recorded, found: list[Recorded] = recordings) -> AbstractContextManager[Any]:
             recorded.digest = sha256()
@@ -377,9 +381,17 @@ def _runs_alike(model: nn.Module, inputs: Any) -> bool:
             return IgnoresDeviceMoves(torch.device("meta"))
 
         with start:
-            for _ in range(2):  # a number that code keeps acts in the next forward
+            before = _attributes(copy)
+            record_forward(copy, cloned(inputs), within)
+            if _attributes(copy) != before:  # what code keeps acts in the next forward
                 record_forward(copy, cloned(inputs), within)
         digests = [each.digest.hexdigest() for each in recordings]
         if digests != (first := digests if first is None else first):
             return False
     return True
+
+
+def _attributes(model: nn.Module) -> list[tuple[int, int]]:
+    """Returns the id of each attribute and buffer of a model's modules and, of a container, its length."""
+    held = (each for module in model.modules() for each in (*vars(module).values(), *module._buffers.values()))
+    return [(id(each), len(each) if isinstance(each, dict | list | set) else 0) for each in held]

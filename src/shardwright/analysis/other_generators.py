@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Any
 
 _LOCK = Lock()
+"""Held while a forward is recorded: ranks that are threads share the generators of Python and NumPy."""
 
 _START = 2**32 - 1_003
 """A seed that no forward is likely to use."""

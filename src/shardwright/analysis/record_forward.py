@@ -65,6 +65,7 @@ def _record(
         _note_samples(packed_in(inputs), recorded)
         with torch.enable_grad(), within(recorded), recorded:
             outputs = call_model(model, inputs)
+        recorded.note_in_digest("outputs", outputs)
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         recording.outputs = [recorded.use(tensor) for tensor in tensors]
         recording.hidden_in = next((each.holder for each in unseen_outputs(outputs)), None)

@@ -195,6 +195,7 @@ class Recorded(MetaValues):
         self.transformed = 0  # of these, the ones that run inside a transform such as torch.vmap
         self.digest: Any = None
         """A hash of ``hashlib`` into which each operator goes that runs, with known values; by default none."""
+        self._met: dict[int, int] = {}
         self._above = _WholeCalls(self)
 
     def __enter__(self) -> Any:
@@ -245,15 +246,19 @@ class Recorded(MetaValues):
         self._uses[view_key(on_meta)] = self.use(tensor, "constant")
         self._kept.append(on_meta)
 
-    def note_in_digest(self, function: Any, args: Any, named: Any) -> None:
-        """Adds a call of a function or an operator, with the values that are known, to the :attr:`digest`, if any."""
+    def note_in_digest(self, function: Any, args: Any, named: Any = None) -> None:
+        """Adds a call of a function or an operator to the :attr:`digest`, if there is one.
+
+        Tensors count with the order in which the run has met them, and with their values where these are known.
+        """
 
         def described(tensor: Tensor) -> tuple[Any, ...]:
-            values = self.values(tensor)
+            use, values = self.use(tensor), self.values(tensor)
+            number = self._met.setdefault(id(use), len(self._met)), use.name
             if values is None or values.layout is not torch.strided:
-                return tuple(tensor.shape), tensor.dtype
+                return (*number, tuple(tensor.shape), tensor.dtype)
             numbers = values.detach().reshape(-1).contiguous().view(torch.uint8)
-            return tuple(tensor.shape), tensor.dtype, sha256(numbers.numpy().tobytes()).hexdigest()
+            return (*number, tuple(tensor.shape), tensor.dtype, sha256(numbers.numpy().tobytes()).hexdigest())
 
         if self.digest is not None:
             with self.quiet(), torch._C.DisableTorchFunction():
@@ -265,7 +270,7 @@ class Recorded(MetaValues):
 
         ``random`` says whether the operator draws random numbers; its results are then not constants.
         """
-        self.note_in_digest(function, args, named)
+        self.note_in_digest(function, args, (named, results))  # results are met where they are made
         if self._quiet:
             return
         # a tensor that is seen for the first time was made where nothing is recorded

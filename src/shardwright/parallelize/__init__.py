@@ -166,7 +166,7 @@ def parallelize(
     if job.graph is not None:
         warn_unseen(job.graph, plan, world)
     is_alone = world.size * layout.num_microbatches == 1
-    first_batch = FirstBatchChecker(job, plan, world) if example is None and not is_alone else None
+    first_batch = FirstBatchChecker(job, plan, world, strategies) if example is None and not is_alone else None
     return _started(job, plan, chosen, world, model, seed, stop_at_nan, check_every, first_batch)
 
 
@@ -191,7 +191,8 @@ def _started(
     layout = plan.layout
     with PLANNING:
         draws = job.graph.draws if job.graph is not None else None
-    by_values = plan.reads_values and (plan.stages is not None or layout.factor("tp") is not None)
+    cuts_by_values = job.graph is not None and job.graph.reads_values and layout.factor("tp") is not None
+    by_values = cuts_by_values or (plan.reads_values and plan.stages is not None)
     example = job.graph.values if job.graph is not None and by_values else None
     job = job._replace(graph=None)  # it is read in planning only, and has all operators of the model
     if draws is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardwright.parallelize.planning import PLANNING, make_plan, num_rows, on_d
 from shardwright.parallelize.sample_checks import check_draws, cuts_batch, warn_unseen
 from shardwright.plan.plan import Job, Plan
 from shardwright.rng import with_samples_in_dim_1
-from shardwright.strategy import check_samples_apart
+from shardwright.strategy import Strategy, check_samples_apart
 
 
 class FirstBatchChecker:
@@ -29,14 +30,19 @@ class FirstBatchChecker:
     A model of torch's and our own layers alone has no code of its own, and is not recorded.
     """
 
-    def __init__(self, job: Job, plan: Plan, world: World) -> None:
-        """Keeps a copy of the job's model without values until the first batch; ``job.example`` is None."""
+    def __init__(self, job: Job, plan: Plan, world: World, strategies: Sequence[Strategy] | None) -> None:
+        """Keeps a copy of the job's model without values until the first batch; ``job.example`` is None.
+
+        ``strategies`` are those that the caller has chosen in place of the layout's, or None.
+        """
         has_own_code = not all(map(draws_as_known, job.model.modules()))
         self._job = job._replace(model=without_storage(job.model)) if has_own_code else None
-        self._plan, self._world = plan, world
+        self._plan, self._world, self._strategies = plan, world, strategies
 
-    def check(self, inputs: Any) -> None:
+    def check(self, inputs: Any, model: nn.Module) -> None:
         """Checks the model's forward on this rank's ``inputs`` of the first batch; later calls return at once.
+
+        It is looked at in the modes, training or evaluation, in which the modules of the run's ``model`` are.
 
         Raises: LayoutError, PlanError: as ``parallelize`` does with an example; or the model draws random numbers that
             are the same on one device only if an example shows which of them belong to which sample.
@@ -45,6 +51,9 @@ class FirstBatchChecker:
         if job is None or not num_rows(inputs):
             return
         self._job = None
+        for path, module in model.named_modules():
+            with suppress(AttributeError):  # of what a strategy has put there
+                job.model.get_submodule(path).training = module.training
         with PLANNING:
             self._look_at(job, _graph(job.model, inputs))
 
@@ -52,7 +61,9 @@ class FirstBatchChecker:
         plan = self._plan
         # what cuts no samples was planned without a record, and stays as it is
         factors = tuple(each for each in plan.layout.factors if layout_axes()[each.axis].kind == "copies")
-        make_plan(job._replace(example=graph.example, graph=graph), replace(plan.layout, factors=factors))
+        axes = {each.axis for each in factors}
+        own = self._strategies and [each for each in self._strategies if each.axis in axes]
+        make_plan(job._replace(example=graph.example, graph=graph), replace(plan.layout, factors=factors), own)
         for factor in plan.layout.factors:
             if factor not in factors and plan.row_axes & {*factor.mesh_axes}:
                 check_samples_apart(job.model, str(factor), graph)
@@ -68,7 +79,7 @@ def _graph(model: nn.Module, inputs: Any) -> ModelGraph:
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     own = tree_map_only(Tensor, lambda x: x.to(dtype) if x.dtype in (torch.bfloat16, torch.float16) else x, inputs)
     example, values = (on_device(own, torch.device(device)) for device in ("meta", "cpu"))
-    return ModelGraph(model, example, values)
+    return ModelGraph(model, example, values, is_as_trained=True)
 
 
 def _check_places(draws: Draws, known: Collection[str]) -> None:

@@ -248,7 +248,7 @@ class Run(RankState):
 
     def _take_step(self, batch: Microbatch, update: torch.optim.Optimizer | None = None) -> tuple[Tensor, Tensor]:
         if self._first_batch is not None:
-            self._first_batch.check(batch.inputs)
+            self._first_batch.check(batch.inputs, self.model)
         self._checker.before_step(self, batch)
         found = self._step.take(batch, update, self.num_steps)
         self._guard.last_loss = found[0], self._guard.num_updates

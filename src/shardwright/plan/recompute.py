@@ -53,22 +53,31 @@ def recomputed_blocks(model: nn.Module, layout: Layout) -> tuple[str, ...]:
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise _no_match(f"no module of the model is called '{pattern}'", layout, names, nearest(pattern, names))
-        matched = _outermost([name for name in names if any(fnmatchcase(name, each) for each in patterns)])
-        return tuple(_that_run(model, matched))
+        found = [name for name in names if any(fnmatchcase(name, each) for each in patterns)]
+        return _that_run(model, _outermost(found), layout)
     found = blocks_of(model) or [path for path, _ in _entries("", model)]
     if not found:
         raise _no_match("the model has no blocks", layout, names, names[0] if names else "")
-    return tuple(_that_run(model, _outermost(found)))
+    return _that_run(model, _outermost(found), layout)
 
 
-def _that_run(model: nn.Module, paths: Sequence[str]) -> Iterator[str]:
-    """Yields the modules at ``paths``, with each that has no forward, such as a ``ModuleDict``, replaced by its own."""
-    for path in paths:
+def _that_run(model: nn.Module, paths: Sequence[str], layout: Layout) -> tuple[str, ...]:
+    """Returns the modules at ``paths``, each once, with those in a module without a forward in place of that one.
+
+    Raises: LayoutError: there is none.
+    """
+    waiting, found, seen = [*paths], list[str](), set[int]()
+    while waiting:
+        path = waiting.pop(0)
         module = model.get_submodule(path)
         if type(module).forward is nn.Module.forward and "forward" not in vars(module):
-            yield from _that_run(model, [f"{path}.{name}" for name, _ in module.named_children()])
-        else:
-            yield path
+            waiting[:0] = [f"{path}.{name}" for name, _ in module.named_children()]
+        elif id(module) not in seen:
+            seen.add(id(module))
+            found.append(path)
+    if not found:
+        raise _no_match(f"no module at {', '.join(paths)} has a forward", layout, [], "")
+    return tuple(found)
 
 
 def blocks_of(model: nn.Module) -> list[str]:
