@@ -13,7 +13,7 @@ from shardwright.analysis.model_graph import ModelGraph
 from shardwright.models.losses import MeanSquaredError
 
 BATCH = torch.randn(8, 5, 6), torch.randn(8, 5, 6)
-TABLES = {}
+TABLES, ROWS = {}, []
 
 
 def computed(size, device, dtype):
@@ -85,6 +85,29 @@ class InDict(Model):
         return TABLES[key]
 
 
+class OfItsClass(Model):
+    """Keeps one table as an attribute of its class, and others in a dict there."""
+
+    last, known = None, {}
+
+    def table(self, *key):
+        if key not in type(self).known:
+            type(self).last = computed(*key)
+            type(self).known[key] = type(self).last
+        return type(self).known[key]
+
+
+class InList(Model):
+    """Keeps tables in a list, of which it looks for the one that fits."""
+
+    def table(self, *key):
+        found = next((table for known, table in ROWS if known == key), None)
+        if found is None:
+            found = computed(*key)
+            ROWS.append((key, found))
+        return found
+
+
 class WithLength(Model):
     """Keeps beside a table what it is for, under keys that stay."""
 
@@ -94,7 +117,7 @@ class WithLength(Model):
         return TABLES["table"]
 
 
-KINDS = [Unbounded, Bounded, Hidden, Static, OfItsOwn, InDict]
+KINDS = [Unbounded, Bounded, Hidden, Static, OfItsOwn, InDict, OfItsClass]
 
 
 @pytest.fixture(autouse=True)
@@ -102,11 +125,17 @@ def _empty():
     for cached in (unbounded, bounded, hidden.cached, Static.table.cached):
         cached.cache_clear()
     TABLES.clear()
+    ROWS.clear()
+    OfItsClass.last, OfItsClass.known = None, {}
 
 
 @pytest.mark.parametrize(
     ("kind", "line"),
-    [(WithLength, "dp2/zero3"), *((kind, line) for kind in KINDS for line in ("tp2", "pp2/1f1b mb4", "dp2/zero3"))],
+    [
+        (WithLength, "dp2/zero3"),
+        (InList, "dp2/zero3"),
+        *((kind, line) for kind in KINDS for line in ("tp2", "pp2/1f1b mb4", "dp2/zero3")),
+    ],
 )
 def test_a_table_in_a_cache_has_values_after_a_run(kind, line):
     model = kind().double()
@@ -116,7 +145,7 @@ def test_a_table_in_a_cache_has_values_after_a_run(kind, line):
     assert not model(inputs).is_meta
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, InList])
 def test_a_record_leaves_tables_that_were_there(kind):
     model = kind()
     before = model.table(5, torch.device("cpu"), torch.float32)

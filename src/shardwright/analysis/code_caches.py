@@ -1,4 +1,4 @@
-"""Keeps meta tensors out of the caches that a model's code fills: ``functools.lru_cache``, global variables and dicts.
+"""Keeps meta tensors out of the caches that a model's code fills: ``lru_cache``, global variables, class attributes.
 
 A model is run on the meta device to record it. Code that computes a table of positions once, and keeps it by its length
 and device, would then hand a tensor without values to every later forward of the process.
@@ -36,7 +36,8 @@ def code_caches_put_back(model: nn.Module) -> Iterator[None]:
 
     Looked at are the caches of the modules of Python in which the model's classes are defined, and of those that these
     import from the same package or from files beside it: functions with ``lru_cache`` or ``cache``, which are emptied,
-    and global variables and dicts, which get back all that they held before. Ranks that are threads may use it at once.
+    and global variables, dicts and lists and the classes' own attributes, which get back all that they held before.
+    Ranks that are threads may use it at once.
 
     >>> import torch
     >>> class Model(nn.Module):
@@ -51,9 +52,12 @@ def code_caches_put_back(model: nn.Module) -> Iterator[None]:
     """
     functions, modules = _caches_of(frozenset(type(module) for module in model.modules()))
     own = [each for module in model.modules() for each in vars(module).values() if type(each) is LRU_CACHE]
-    names = [vars(module) for module in modules]
-    dicts = [*names, *(each for held in names for each in list(held.values()) if type(each) in _DICTS)]
+    names, classes = [vars(module) for module in modules], _own_classes(model)
+    values = [each for held in (*names, *map(vars, classes)) for each in list(held.values())]
+    dicts = [*names, *(each for each in values if type(each) in _DICTS)]
     before = [(each, dict(each)) for each in dicts if each is not sys.modules]  # which a module may hold by a name
+    lists = [(each, list(each)) for each in values if type(each) is list]
+    attributes = [(kind, dict(vars(kind))) for kind in classes]
     known = [(each, each.cache_info()) for each in (*functions, *own)]
     try:
         yield
@@ -61,6 +65,13 @@ def code_caches_put_back(model: nn.Module) -> Iterator[None]:
         for function, info in known:
             if function.cache_info()[1:] != info[1:] and any(map(_has_meta, _results(function))):  # but for its hits
                 function.cache_clear()
+        for entries, were in lists:
+            if len(entries) != len(were) and any(map(_has_meta, entries)):
+                entries[:] = were
+        for kind, held in attributes:
+            for key, value in list(vars(kind).items()):
+                if held.get(key) is not value and _has_meta(value):
+                    setattr(kind, key, held[key]) if key in held else delattr(kind, key)
         for now, held in before:
             changed = {key: value for key, value in list(now.items()) if key not in held or held[key] is not value}
             if any(map(_has_meta, changed.values())):
@@ -69,6 +80,12 @@ def code_caches_put_back(model: nn.Module) -> Iterator[None]:
                         now[key] = held[key]
                     else:
                         now.pop(key, None)
+
+
+def _own_classes(model: nn.Module) -> list[type]:
+    """Returns the classes of a model's modules, and their bases, but for torch's and our own."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    return [each for each in kinds if each.__module__.partition(".")[0] not in ("torch", "shardwright", "builtins")]
 
 
 @lru_cache(maxsize=64)

@@ -106,8 +106,9 @@ def parallelize(
         strategies: the strategies to use instead of those that the layout selects.
         roles: "column", "row" or "copied" for single layers, by patterns of names; they override the roles that the
             analysis of the model chooses under ``tp``.
-        example: the inputs of a global batch, the same on every rank, by which the model's own code is checked before
-            the first step; without it that is done in the first step. Of tensors only shapes and dtypes are read, so
+        example: the inputs of a global batch, the same on every rank, by which the model's own code is checked here;
+            without it that is done in the first step, which runs the forward, with the hooks on its modules, once more
+            or several times on tensors without values. Of tensors only shapes and dtypes are read, so
             give ``torch.zeros(...)``: ``next(iter(loader))`` draws from the loader's random generator. Only for a model
             whose code needs values of inputs, as one of images and text looks for the tokens of its images, give a
             real batch. Stages are balanced by the cost of layers on it, and modes that would leave ranks without a
@@ -129,7 +130,8 @@ def parallelize(
     Traffic: small messages by which ranks check that they were given the same model and can run; no parameter is sent.
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model or the loss is of a kind
         that ranks cannot train together, the model does not define its initial values, ranks were given different
-        models, or state cannot be offloaded. All ranks raise, before the first step.
+        models, or state cannot be offloaded. All ranks raise, before the first step; what only an example shows is
+        raised in the first step without one.
 
     >>> import torch, shardwright as sw
     >>> def work(world):
@@ -159,7 +161,8 @@ def parallelize(
         plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
     for share in shares_of(job, plan) if world.rank == 0 else ():
-        more = f"; {EXAMPLE}, by which its operators are known" if share.is_low and example is None else ""
+        unknown = example is None and share.is_low and not share.large
+        more = f"; {EXAMPLE}, by which its operators are known" if unknown else ""
         LOG.log(logging.WARNING if share.is_low else logging.INFO, "%s%s", share, more)
     for text in _crossing(job, plan, chosen, world, example) if world.rank == 0 else ():
         LOG.warning("%s", text)
@@ -180,7 +183,7 @@ def under_plan(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World) -
     """
     own = job._replace(model=structural_copy(job.model), loss=copied_loss(as_loss(job.loss)))
     check_world(plan, world)
-    return _started(own, plan, chosen, world, job.model, 0, False, CHECK_EVERY)
+    return _started(own, plan, chosen, world, job.model, 0, stop_at_nan=False, check_every=CHECK_EVERY)
 
 
 def _started(

@@ -204,7 +204,8 @@ class Run(RankState):
         Raises: PlanError: ``batch`` is not from :meth:`shard` or :meth:`part`, ranks differ in something that must be
             equal, no parameter requires a gradient, a parameter was frozen or unfrozen, or it or a submodule was
             replaced or removed, since the model was laid out, a microbatch without samples needs statistics of its own,
-            or a gradient is not finite, with ``stop_at_nan`` or at the least fp16 loss scale.
+            or a gradient is not finite, with ``stop_at_nan`` or at the least fp16 loss scale. LayoutError or PlanError,
+            in the first step of a run that was given no example: the model's code cannot have the layout.
         """
         check_part("step", batch, update)
         self._guard.before_step()
