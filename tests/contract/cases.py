@@ -546,14 +546,15 @@ def observed_once(case: Case) -> Iterator[None]:
         yield
 
 
-def _observed(case: Case, record: Callable, model: nn.Module, inputs: object) -> object:
+def _observed(case: Case, record: Callable, model: nn.Module, inputs: object, *more: object) -> object:
     leaves, tree = tree_flatten(inputs)
     if not all(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
-        return record(model, inputs)
-    key = (case, record, tuple((leaf.shape, leaf.dtype) for leaf in leaves), str(tree), next(model.parameters()).dtype)
+        return record(model, inputs, *more)
+    dtype = next(model.parameters()).dtype
+    key = (case, record, tuple((leaf.shape, leaf.dtype) for leaf in leaves), str(tree), dtype, more)
     with _OBSERVING:  # ranks are threads, of which one records
         if key not in _OBSERVED:
-            _OBSERVED[key] = record(model, inputs)
+            _OBSERVED[key] = record(model, inputs, *more)
         return _OBSERVED[key]
 
 
