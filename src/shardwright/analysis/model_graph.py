@@ -359,7 +359,7 @@ def _recorded(model: nn.Module, inputs: Any, as_is: bool) -> RecordedRun:
             record_forward(copy, inputs, within)
     seeded = [name for name, state in others.items() if again.get(name) == state]
     used: Collection[str] = others
-    if others:
+    if others and not seeded:  # numbers after a seed are the same from every start, and may be of samples
         with suppress(Exception):  # of the user's own code, on the path that other numbers take
             used = () if _runs_alike(model, inputs, as_is) else others
     return RecordedRun(recording, found, tuple(used), seeded, seeds)
