@@ -272,7 +272,7 @@ class Layout:
         return next((factor for factor in self.factors if factor.axis == axis), None)
 
     def chosen(self, axis: str) -> Factor:
-        """Returns the factor of ``axis``, which the layout has: a strategy that was chosen for it asks."""
+        """Returns the factor of ``axis`` for a strategy that was chosen because the layout names this axis."""
         found = self.factor(axis)
         assert found is not None, f"chosen for a layout with {axis}"
         return found

@@ -50,9 +50,9 @@ def code_caches_put_back(model: nn.Module) -> Iterator[None]:
     >>> model.table.cache_info().currsize
     0
     """
-    functions, modules = _caches_of(frozenset(type(module) for module in model.modules()))
+    functions, modules, classes = _caches_of(frozenset(type(module) for module in model.modules()))
     own = [each for module in model.modules() for each in vars(module).values() if type(each) is LRU_CACHE]
-    names, classes = [vars(module) for module in modules], _own_classes(model)
+    names = [vars(module) for module in modules]
     values = [each for held in (*names, *map(vars, classes)) for each in list(held.values())]
     dicts = [*names, *(each for each in values if type(each) in _DICTS)]
     before = [(each, dict(each)) for each in dicts if each is not sys.modules]  # which a module may hold by a name
@@ -82,21 +82,17 @@ def code_caches_put_back(model: nn.Module) -> Iterator[None]:
                         now.pop(key, None)
 
 
-def _own_classes(model: nn.Module) -> list[type]:
-    """Returns the classes of a model's modules, and their bases, but for torch's and our own."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    return [each for each in kinds if each.__module__.partition(".")[0] not in ("torch", "shardwright", "builtins")]
-
-
 @lru_cache(maxsize=64)
-def _caches_of(classes: frozenset[type]) -> tuple[tuple[Any, ...], tuple[ModuleType, ...]]:
-    """Returns the functions with an ``lru_cache`` in the Python modules of some classes, and these Python modules.
+def _caches_of(classes: frozenset[type]) -> tuple[tuple[Any, ...], tuple[ModuleType, ...], tuple[type, ...]]:
+    """Returns functions with an ``lru_cache``, the Python modules that they are in, and the classes and their bases.
 
-    They are the ones that define the classes and their bases, and the user's own modules that those import from.
+    Classes of torch and of this library are left out. The Python modules are the ones that define the classes and their
+    bases, and the user's own modules that those import from.
     """
     kinds = {kind for each in classes for kind in each.__mro__ if isinstance(kind.__module__, str)}
-    names = {each.__module__ for each in kinds if each.__module__.partition(".")[0] not in ("torch", "shardwright")}
-    packages = {name.partition(".")[0] for name in names - {"builtins", "typing"}}
+    own = tuple(each for each in kinds if each.__module__.partition(".")[0] not in ("torch", "shardwright", "builtins"))
+    names = {each.__module__ for each in own}
+    packages = {name.partition(".")[0] for name in names - {"typing"}}
     modules = {name: sys.modules[name] for name in names if name.partition(".")[0] in packages and name in sys.modules}
     for module in [*modules.values()]:
         for value in list(vars(module).values()):
@@ -110,7 +106,7 @@ def _caches_of(classes: frozenset[type]) -> tuple[tuple[Any, ...], tuple[ModuleT
             values += vars(value).values() if issubclass(type(value), type) and value.__module__ == name else ()
     seen: set[int] = set()
     functions = {id(each): each for value in values for each in _cached(value, seen)}
-    return tuple(functions.values()), tuple(modules.values())
+    return tuple(functions.values()), tuple(modules.values()), own
 
 
 def _home_of(value: Any) -> ModuleType | None:

@@ -128,7 +128,7 @@ class MetaValues(DispatchMode):
         self.num_numbers = 0
         """How many numbers that only a real run has the code has read; each was taken as 1 (``selects_all``)."""
         self.num_masks = 0
-        """How many selections by masks that only a real run has were taken as of everything (``selects_all``)."""
+        """How many selections by masks whose values only a real run has took every element (``selects_all``)."""
         self.selects_all = selects_all
         self.num_guessed = 0
         """How many conditions on values that only a real run has were answered by ``guess``."""
@@ -228,9 +228,10 @@ class MetaValues(DispatchMode):
         return function(*args)
 
     def text_of(self, tensor: Tensor, spec: str) -> str:
-        """Returns a tensor's text in an f-string: of a known number its value, which code may use in a module's name.
+        """Returns what an f-string writes for a tensor.
 
-        Any other tensor is described as torch does it, which reads no value.
+        That is the value of a number that is known, since code may use it in a module's name. Any other tensor is
+        described as torch does it, which reads no value.
         """
         known = not tensor.dim() and (self.selects_all or self.values(tensor) is not None)
         return _formatted(tensor, spec) if known else Tensor.__format__(tensor, spec)

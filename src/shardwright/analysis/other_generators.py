@@ -13,9 +13,10 @@ _LOCK = Lock()
 """Held while a forward is recorded: ranks that are threads share the generators of Python and NumPy."""
 
 _START = 2**32 - 1_003
-"""A seed that no forward is likely to use."""
+"""The seed from which records begin: one that no model is likely to seed the generators with itself."""
 
 _NUM_STARTS = 8
+"""The states that are tried beside the two extreme ones: a choice of two may by chance be the same in each."""
 
 _NUM_WORDS = 624
 """The words of 32 bits in the state of the Mersenne Twister, which Python and NumPy have."""
@@ -71,12 +72,13 @@ def every_start() -> Iterator[AbstractContextManager[Any]]:
 @contextmanager
 def _begun_with(state: Any, numpys: Any) -> Iterator[dict[str, Any]]:
     """Returns a context in which the generators begin with these states, and which restores those they had."""
-    numpy, found = sys.modules.get("numpy"), dict[str, Any]()
+    numpy: Any = sys.modules.get("numpy")
+    found: dict[str, Any] = {}
     with _LOCK:
-        before, numpys_before = random.getstate(), None if numpys is None else numpy.random.get_state()  # type: ignore[union-attr]
+        before, numpys_before = random.getstate(), None if numpys is None else numpy.random.get_state()
         random.setstate(state)
         if numpys is not None:
-            numpy.random.set_state(numpys)  # type: ignore[union-attr]
+            numpy.random.set_state(numpys)
         try:
             yield found
         finally:
@@ -84,10 +86,10 @@ def _begun_with(state: Any, numpys: Any) -> Iterator[dict[str, Any]]:
             if now != state:
                 found["Python's random"] = now
             if numpys is not None:
-                numpys_now = _comparable(numpy.random.get_state())  # type: ignore[union-attr]
+                numpys_now = _comparable(numpy.random.get_state())
                 if numpys_now != _comparable(numpys):
                     found["numpy.random"] = numpys_now
-                numpy.random.set_state(numpys_before)  # type: ignore[union-attr]
+                numpy.random.set_state(numpys_before)
             random.setstate(before)
 
 

@@ -149,7 +149,7 @@ class Recording:
     """How many numbers code read that only a real run has; each counted as 1."""
 
     num_masks: int = 0
-    """How many times code selected by a mask that only a real run has; each selected everything."""
+    """How many times code selected by a mask whose values only a real run has; the record took every element."""
 
     reads_values: bool = False
     """Whether code called ``item``, ``tolist`` or the like, or an operator whose result's shape depends on values."""
@@ -249,21 +249,24 @@ class Recorded(MetaValues):
     def note_in_digest(self, function: Any, args: Any, named: Any = None) -> None:
         """Adds a call of a function or an operator to the :attr:`digest`, if there is one.
 
-        Tensors count with the order in which the run has met them, and with their values where these are known.
+        A tensor is described by its number in the order in which the run has met tensors, by its name if it is a
+        parameter or a buffer, and by its values where these are known.
         """
+        if self.digest is None:
+            return
 
         def described(tensor: Tensor) -> tuple[Any, ...]:
             use, values = self.use(tensor), self.values(tensor)
-            number = self._met.setdefault(id(use), len(self._met)), use.name
-            if values is None or values.layout is not torch.strided:
-                return (*number, tuple(tensor.shape), tensor.dtype)
-            numbers = values.detach().reshape(-1).contiguous().view(torch.uint8)
-            return (*number, tuple(tensor.shape), tensor.dtype, sha256(numbers.numpy().tobytes()).hexdigest())
+            number = self._met.setdefault(id(use), len(self._met))
+            known = None
+            if values is not None and values.layout is torch.strided:
+                elements = values.detach().reshape(-1).contiguous().view(torch.uint8)
+                known = sha256(elements.numpy().tobytes()).hexdigest()
+            return number, use.name, tuple(tensor.shape), tensor.dtype, known
 
-        if self.digest is not None:
-            with self.quiet(), torch._C.DisableTorchFunction():
-                given = map_tensors((args, named), described)
-            self.digest.update(repr((str(function), self.where(), given)).encode())
+        with self.quiet(), torch._C.DisableTorchFunction():
+            given = map_tensors((args, named), described)
+        self.digest.update(repr((str(function), self.where(), given)).encode())
 
     def ran(self, function: Any, args: Any, named: dict[str, Any], results: Any, *, random: bool) -> None:
         """Records one operator call, its operands and its results, unless it runs in a :meth:`quiet` context.

@@ -59,7 +59,7 @@ class FirstBatchChecker:
 
     def _look_at(self, job: Job, graph: ModelGraph) -> None:
         plan = self._plan
-        # what cuts no samples was planned without a record, and stays as it is
+        # stages and tensor parallelism keep the plan that they have: only what depends on copies is checked again
         factors = tuple(each for each in plan.layout.factors if layout_axes()[each.axis].kind == "copies")
         axes = {each.axis for each in factors}
         own = self._strategies and [each for each in self._strategies if each.axis in axes]

@@ -57,6 +57,13 @@ from shardwright.strategies.pipeline.cut import stages_by_device
 from shardwright.strategies.tensor_parallel.place import sent
 from shardwright.strategy import Strategy, check_own_writes, cuts_of_traffic
 
+PLANNING = RLock()
+"""Held while a rank plans, so that ranks that are threads plan one after another.
+
+Code of the model that runs while it is copied may trace itself by ``torch.fx``, which patches ``nn.Module`` in all
+threads.
+"""
+
 
 def copied_loss(loss: nn.Module) -> nn.Module:
     """Returns a copy of a loss with buffers of its own, such as a running mean: ranks that are threads share no buffer.
@@ -64,13 +71,6 @@ def copied_loss(loss: nn.Module) -> nn.Module:
     Parameters share memory with those of ``loss``.
     """
     return structural_copy(loss, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
-
-
-PLANNING = RLock()
-"""Ranks that are threads plan in turn, which takes them no longer.
-
-Code of the model's that runs then may trace itself by ``torch.fx``, which patches ``nn.Module`` for all threads.
-"""
 
 
 def without_storage(model: nn.Module) -> nn.Module:

@@ -20,9 +20,10 @@ def cuts_batch(plan: Plan) -> bool:
 
 
 def check_draws(draws: Draws, plan: Plan, world: World) -> None:
-    """Raises PlanError if a model's forward draws random numbers that would depend on the layout (:meth:`Draws.check`).
+    """Raises PlanError if a model draws random numbers that would differ between layouts (:meth:`Draws.check`).
 
-    It warns of modules in which samples meet that the layout cuts. On one rank without microbatches nothing is checked.
+    It warns of modules that compute one sample's values from others, where the layout cuts the batch. On one rank
+    without microbatches nothing is checked.
     """
     several = plan.layout.num_microbatches > 1
     if world.size == 1 and not several:

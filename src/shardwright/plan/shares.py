@@ -122,7 +122,10 @@ class StageLoad:
 
     @property
     def left(self) -> float:
-        """The share that is left to the other stages, of what even stages would leave: 0.5 at 3/4 on one of two."""
+        """What the other stages have, as a share of what they would have if all were even.
+
+        If one of two stages has three quarters, the other has 0.5 of its even share.
+        """
         return (1 - max(self.parameters, self.work)) / (1 - 1 / self.num_stages) if self.num_stages > 1 else 1.0
 
     def __str__(self) -> str:

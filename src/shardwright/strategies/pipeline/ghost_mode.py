@@ -292,7 +292,7 @@ class GhostMode(TorchFunctionMode):
 
     def _check_selected(self, event: ForwardEvent, call: Any, args: Any, named: Any) -> None:
         """Raises PlanError if values of inputs, as of a mask, pick more or less of a ghost than in the record."""
-        # one zero in the ghost's shape: a meta tensor cannot be indexed by a mask
+        # a mask cannot index a ghost, which is on the meta device: a single zero stands for it, expanded to its shape
         args, named = map_tensors(
             (args, named),
             lambda t: torch.zeros((), dtype=t.dtype, device=self._device).expand(t.shape) if t.is_meta else t,

@@ -56,7 +56,7 @@ from shardwright.sharding.tensor_part import ALL, TensorPart, held, tag, tagged
 from shardwright.strategies.tensor_parallel.graph_cuts import GraphCuts, graph_cuts
 from shardwright.strategies.tensor_parallel.mode import Mode
 from shardwright.strategies.tensor_parallel.output_parts import OutputParts, starts_of
-from shardwright.strategies.tensor_parallel.parts_frame import HeldPart, PartsFrame, mark_fetched, tag_all
+from shardwright.strategies.tensor_parallel.parts_frame import HeldPart, PartsFrame, mark_fetched, marks_of, tag_all
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
 from shardwright.strategies.tensor_parallel.sequence import cut_rows, is_asked
 from shardwright.strategy import check_samples_apart
@@ -377,7 +377,7 @@ def _on_parts(
     @wraps(forward)
     def on_parts(*args: Any, **named: Any) -> Any:
         tag_all(tags)
-        prepare_checkpoint(_marks_of)
+        prepare_checkpoint(marks_of)
         if not stored and not is_model and (mode is None or mode.depth):
             return forward(*args, **named)
         is_outermost = mode is not None and not mode.depth
@@ -400,18 +400,6 @@ def _on_parts(
         return output.give_outside(outputs) if is_outermost else outputs
 
     return on_parts
-
-
-def _marks_of(inputs: Sequence[Any]) -> Callable[[Sequence[Any]], None] | None:
-    """Returns a function that marks tensors in the places of ``inputs`` as the parts that these are, if some are."""
-    parts = [tagged(each) if isinstance(each, Tensor) else None for each in inputs]
-
-    def mark(others: Sequence[Any]) -> None:
-        for each, part in zip(others[-len(parts) :], parts, strict=True):
-            if part is not None:
-                tag(each, part)
-
-    return mark if any(part is not None for part in parts) else None
 
 
 def _norm_on_parts(mode: PartsMode, held: Sequence[HeldPart], output: OutputParts | None, forward: Forward) -> Forward:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from shardwright.sharding.tensor_part import TensorPart, tag
+from shardwright.sharding.tensor_part import TensorPart, tag, tagged
 from shardwright.strategies.tensor_parallel.output_parts import OutputParts
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
 
@@ -60,6 +60,21 @@ def tag_all(parts: Sequence[HeldPart]) -> None:
         tensor = dict.get(each.store, each.name)  # to read it as an attribute would unshard its group under ZeRO-3
         if tensor is not None:
             tag(tensor, each.part)
+
+
+def marks_of(inputs: Sequence[Any]) -> Callable[[Sequence[Any]], None] | None:
+    """Returns a function that marks other tensors as the shards that ``inputs`` are, place by place from the end.
+
+    Returns None if none of the inputs is a shard.
+    """
+    parts = [tagged(each) if isinstance(each, Tensor) else None for each in inputs]
+
+    def mark(others: Sequence[Any]) -> None:
+        for each, part in zip(others[-len(parts) :], parts, strict=True):
+            if part is not None:
+                tag(each, part)
+
+    return mark if any(part is not None for part in parts) else None
 
 
 @dataclass(frozen=True, eq=False)
