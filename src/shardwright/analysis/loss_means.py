@@ -7,7 +7,7 @@ another number than the mean over the whole batch.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils._pytree import tree_leaves
 
@@ -18,26 +18,40 @@ from shardwright.analysis.run_axes import RunAxes, leaves
 _CLASS_LOSSES = ("nll_loss2d_forward", "nll_loss_forward")
 """Operators that may take their mean over weights of classes, or over the targets that are not ignored."""
 
-_MEAN = 1
-"""The value of the argument ``reduction`` of these operators for a mean."""
+_MEAN, _SUM = 1, 2
+"""The values of the argument ``reduction`` of losses for a mean and for a sum."""
 
-_SAME_NUMBER = frozenset(("_to_copy", "alias", "clamp", "clamp_min", "clone", "detach", "maximum", "squeeze", "view"))
-"""Operators after which a count is still the same, unless it is of no targets."""
+_REDUCTION_AT = {
+    "binary_cross_entropy": 3, "huber_loss": 2, "mse_loss": 2, "nll_loss2d_forward": 3, "nll_loss_forward": 3,
+    "smooth_l1_loss": 2,
+}  # fmt: skip
+"""Losses among the operators, with the place of their argument ``reduction``."""
+
+_OF_TERMS = frozenset(("add", "neg", "sub"))
+"""Operators that add terms up."""
+
+_SAME_NUMBER = frozenset((
+    "_to_copy", "_unsafe_view", "alias", "clamp", "clamp_min", "clone", "contiguous", "detach", "flatten", "maximum",
+    "permute", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view",
+))  # fmt: skip
+"""Operators after which a count is still the same, unless it is of no targets, and targets are in another order."""
 
 
 def other_means(
-    recording: Recording, axes: RunAxes, sums: Collection[TensorUse], trained: Collection[TensorUse], targets: Any
-) -> list[str]:
-    """Returns the names of the operators by which a recorded loss divides a sum over samples by another number.
+    recording: Recording, axes: RunAxes, sums: Collection[TensorUse], trained: Collection[TensorUse], *,
+    targets: Any = None, counted: int | None = None,
+) -> list[RecordedCall]:  # fmt: skip
+    """Returns the operators by which a recorded loss divides a sum over samples by another number than is counted.
 
-    That is another number than the count of targets: a sum of weights, or a count of the samples that a mask keeps.
+    That is a sum of weights, or a count of the samples that a mask keeps, where the targets are counted.
 
     ``sums`` are the values that are made of all samples, and ``trained`` those that depend on the model's output.
     Where the loss multiplies its mean by that sum or count again, as :class:`MeanLoss` does with the targets that it
-    does not ignore, nothing is found. ``targets`` tell whether there are classes to be ignored.
+    does not ignore, nothing is found. ``targets`` tell whether there are classes to be ignored. Of a model that
+    computes its loss itself, whoever calls it counts the labels but those that are ``counted`` as none.
     """
-    numbers = _LossNumbers(recording, axes)
-    found: list[str] = []
+    numbers = _LossNumbers(recording, axes, counted)
+    found: list[RecordedCall] = []
     for call in recording.calls:
         is_other = False
         if call.name in _CLASS_LOSSES and call.argument(3, "reduction") == _MEAN and call.results[0] in sums:
@@ -45,27 +59,40 @@ def other_means(
             if call.argument(2, "weight") is not None:
                 is_other = not any(use.dtype.is_floating_point and use.kind != "constant" for use in times)
             else:
-                is_other = numbers.leaves_out(int(call.argument(4, "ignore_index", -100)), times, targets)
+                left = _LeftOut(int(call.argument(4, "ignore_index", -100)), numbers.number(call.argument(1, "target")))
+                is_other = numbers.leaves_out(left, times, targets)
         elif call.name.removesuffix("_") == "div" and len(call.operands) == 2:
             whole, divisor = call.operands
             is_mean = whole in sums and whole in trained and divisor not in trained and numbers.sums_samples(divisor)
             if not is_mean:
                 continue
-            ignored, times = numbers.class_left_out(divisor), numbers.multiplied_by(call.results[0])
-            if ignored is None:
+            left, times = numbers.left_out(divisor), numbers.multiplied_by(call.results[0])
+            if left is None:
                 is_other = all(numbers.number(use) != numbers.number(divisor) for use in times)
             else:
-                is_other = numbers.leaves_out(ignored, times, targets)
+                is_other = numbers.leaves_out(left, times, targets)
         if is_other:
-            found.append(call.name)
+            found.append(call)
     return found
+
+
+def sum_call(recording: Recording, axes: RunAxes, loss: TensorUse) -> RecordedCall | None:
+    """Returns the operator whose sum over samples is the ``loss``, or a term of it, undivided; None for a mean."""
+    return _LossNumbers(recording, axes, None).undivided(loss)
+
+
+class _LeftOut(NamedTuple):
+    """The class of which targets are not counted, and the number of the targets (:meth:`_LossNumbers.number`)."""
+
+    ignored: int
+    targets: int
 
 
 class _LossNumbers:
     """How the numbers of a recorded loss were made."""
 
-    def __init__(self, recording: Recording, axes: RunAxes) -> None:
-        self._axes, self._calls = axes, recording.calls
+    def __init__(self, recording: Recording, axes: RunAxes, counted: int | None) -> None:
+        self._axes, self._calls, self._counted = axes, recording.calls, counted
         making = [call for call in recording.calls if call.results and call.results[0] not in call.operands]
         self._maker = {use: call for call in making for use in call.results}
         self._batch = axes.of_samples(recording.inputs)
@@ -96,22 +123,36 @@ class _LossNumbers:
             call.operands[0].kind != "constant" and self._has_samples(call.operands[0]) and not self._has_samples(use)
         )
 
-    def class_left_out(self, use: TensorUse) -> int | None:
+    def left_out(self, use: TensorUse) -> _LeftOut | None:
         """Returns the class of which the targets are not counted, if a value counts all others, or else None."""
         call = self._maker.get(self._source(use))
         kept = None if call is None or call.name != "sum" else self._maker.get(self._source(call.operands[0]))
         compared = None if kept is None else kept if kept.name == "ne" else self._equal(kept)
         number = None if compared is None else compared.args[1]
-        return number if isinstance(number, int) else None
+        return _LeftOut(number, self.number(compared.operands[0])) if compared and isinstance(number, int) else None
 
-    def leaves_out(self, ignored: int, times: Collection[TensorUse], targets: Any) -> bool:
+    def leaves_out(self, left: _LeftOut, times: Collection[TensorUse], targets: Any) -> bool:
         """Returns whether a mean leaves out targets of a class, and is not multiplied by the count of the others.
 
-        ``times`` are what it is multiplied by. A class below 0 is left out if a target has it.
+        ``times`` are what it is multiplied by: the count of all of a batch's targets is not that of the mean's, which
+        may be some of them. A class below 0 is left out if a target has it.
         """
-        if any(self.class_left_out(use) == ignored for use in times):
+        if left.ignored == self._counted or any(self.left_out(use) == left for use in times):
             return False
-        return ignored >= 0 or _has_class(targets, ignored)
+        return left.ignored >= 0 or _has_class(targets, left.ignored)
+
+    def undivided(self, use: TensorUse) -> RecordedCall | None:
+        """Returns the sum over samples that a number is, or that is a term of it, or None."""
+        call = self._maker.get(self._source(use))
+        if call is None:
+            return None
+        if call.name.removesuffix("_") in _OF_TERMS:
+            return next((each for each in map(self.undivided, call.operands) if each is not None), None)
+        at = _REDUCTION_AT.get(call.name)
+        is_sum = call.name == "sum" if at is None else call.argument(at, "reduction", _MEAN) == _SUM
+        each = self._maker.get(self._source(call.operands[0])) if call.operands else None
+        is_sum &= each is None or each.name.removesuffix("_") != "div"  # of what is divided before it is added up
+        return call if is_sum and self._has_samples(call.operands[0]) and not self._has_samples(use) else None
 
     def multiplied_by(self, mean: TensorUse) -> list[TensorUse]:
         """Returns the tensors by which a mean, or what is made of it, is multiplied later on."""

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.copying import copied
 from shardwright.analysis.hidden_outputs import unseen_outputs
-from shardwright.analysis.loss_means import other_means
+from shardwright.analysis.loss_means import other_means, sum_call
 from shardwright.analysis.marked_inputs import sample_tensors
 from shardwright.analysis.record_forward import record_forward
 from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
@@ -168,7 +168,7 @@ def warn_of_meeting(where: str, function: str, stacklevel: int) -> None:
     )
 
 
-def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> None:
+def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> bool:
     """Warns of each operator of a loss by which samples meet (:func:`meetings`), as in a contrastive loss.
 
     A copy of the loss is run on meta tensors like a model's ``output`` and its ``targets``, but for the number of
@@ -179,6 +179,7 @@ def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> None:
     >>> from shardwright.models.given_loss import as_loss
     >>> with warnings.catch_warnings(record=True, action="always") as given:
     ...     warn_of_loss(as_loss(contrastive), torch.ones(2, 3), torch.zeros(2))
+    True
     >>> str(given[0].message)[:52]
     'the loss takes mm over all samples of a batch, which'
     """
@@ -186,7 +187,7 @@ def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> None:
     number = len(given[0]) if given else 0
     sizes = {size for x in given for size in x.shape}
     if not number or any(x.is_meta for x in given) or unseen_outputs(output):
-        return
+        return False
     prime = next((each for each in COUNTS if each not in sizes), COUNTS[0])
     # a list among the targets may have an entry for each sample, whose tensors have the boxes of a picture in dim 0
     alike = {len(x) for x in given} == {number} and not _has_list(targets)
@@ -194,14 +195,40 @@ def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> None:
     tried = (_recorded_loss(loss, output, targets, number, count) for count in ((prime, number) if alike else (prime,)))
     recording = next((each for each in tried if each is not None), None)
     if recording is None:
-        return
+        return False
     axes = axes_of(recording)
     flow = follow_samples(recording, axes) if alike else SampleFlow()
     sums, back = _sums(recording, axes)
     names = [call.name for call in back] + [name for _, name in meetings(recording, axes, flow)]
-    names += other_means(recording, axes, sums, _trained(recording), targets)
+    names += [call.name for call in other_means(recording, axes, sums, _trained(recording), targets=targets)]
     for name in dict.fromkeys(names):
         warn_of_meeting("the loss", name, stacklevel=2)
+    return bool(names)
+
+
+def means_within(recording: Recording, axes: RunAxes, ignored: int) -> list[tuple[str, str]]:
+    """Returns (module, operator) where the loss that a model computes itself is no mean over its labels.
+
+    It is a mean over another count, or a sum. ``ignored`` is the label that is not counted. The loss is the first of
+    the outputs that is one number.
+
+    >>> from shardwright.analysis.model_graph import ModelGraph
+    >>> class Masked(nn.Linear):
+    ...     def forward(self, x, mask, labels):
+    ...         each = (super().forward(x)[:, 0] - labels).square() * mask
+    ...         return {"loss": each.sum() / mask.sum()}
+    >>> run = ModelGraph(Masked(3, 1), {"x": torch.empty(2, 3), "mask": torch.empty(2), "labels": torch.empty(2)}).run
+    >>> means_within(run.recording, run.axes, -100)
+    [('', 'div')]
+    """
+    loss = next((use for use in recording.outputs if not use.shape and _has_values(use)), None)
+    if loss is None:
+        return []
+    leading, sums = _leading(recording, [loss]), _sums(recording, axes)[0]
+    found = other_means(recording, axes, sums, _trained(recording), counted=ignored)
+    added = sum_call(recording, axes, loss)
+    used = [call for call in found if not leading.isdisjoint(call.results)] + ([added] if added is not None else [])
+    return [(call.module, call.name) for call in used]
 
 
 def _has_list(tree: Any) -> bool:
@@ -267,9 +294,9 @@ def _trained(recording: Recording) -> set[TensorUse]:
     return found
 
 
-def _leading(recording: Recording) -> set[TensorUse]:
-    """Returns the values that outputs depend on."""
-    found = {*recording.outputs}
+def _leading(recording: Recording, outputs: Collection[TensorUse] | None = None) -> set[TensorUse]:
+    """Returns the values that ``outputs`` depend on, by default all outputs of the recording."""
+    found = {*(recording.outputs if outputs is None else outputs)}
     for call in reversed(recording.calls):
         if not found.isdisjoint((*call.results, *call.written)):
             found.update(call.operands)

@@ -17,7 +17,7 @@ from shardwright.axes import layout_axes
 from shardwright.comm.world import World
 from shardwright.errors import EXAMPLE, PlanError
 from shardwright.parallelize.planning import PLANNING, make_plan, num_rows, on_device, without_storage
-from shardwright.parallelize.sample_checks import check_draws, cuts_batch, warn_unseen
+from shardwright.parallelize.sample_checks import check_draws, cuts_batch, warn_of_means, warn_unseen
 from shardwright.plan.plan import Job, Plan
 from shardwright.rng import with_samples_in_dim_1
 from shardwright.strategy import Strategy, check_samples_apart
@@ -68,6 +68,7 @@ class FirstBatchChecker:
             if factor not in factors and plan.row_axes & {*factor.mesh_axes}:
                 check_samples_apart(job.model, str(factor), graph)
         warn_unseen(graph, plan, self._world)
+        warn_of_means(graph, job.loss, plan, self._world)
         if graph.draws is not None:
             check_draws(graph.draws, plan, self._world)
             if cuts_batch(plan):

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from warnings import warn
+
+from torch import nn
 
 from shardwright.analysis.draws import Draws
 from shardwright.analysis.model_graph import ModelGraph
+from shardwright.analysis.sample_mixing import means_within
 from shardwright.comm.world import World
+from shardwright.models.model_loss import ModelLoss
 from shardwright.plan.plan import Plan
 from shardwright.strategies.pipeline.cut_model import runs_on_parts
 
@@ -48,6 +53,25 @@ def warn_unseen(graph: ModelGraph, plan: Plan, world: World) -> None:
             type(graph.model).__name__,
             plan.layout,
             failure.splitlines()[0],
+        )
+
+
+def warn_of_means(graph: ModelGraph, loss: nn.Module, plan: Plan, world: World) -> None:
+    """Warns, on rank 0, where a model that computes its own loss takes a mean over something else than its labels.
+
+    Ranks and microbatches then have means over numbers that are not known outside of the model.
+    """
+    if world.rank or not isinstance(loss, ModelLoss) or not cuts_batch(plan) or graph.draws is None:
+        return
+    run = graph.run
+    for path, name in dict.fromkeys(means_within(run.recording, run.axes, loss.ignore_index)):
+        counted = "samples" if loss.over == "samples" else f"labels other than {loss.ignore_index}"
+        warn(
+            f"'{path or 'the model'}' computes a loss that is no mean over the {counted}, which sw.ModelLoss counts "
+            f"({name}): it is a sum, or a mean over another number. Under {plan.layout} it differs from one device "
+            "unless that number is in proportion on each part of a batch. Compute the loss outside of the model, and "
+            "return its sum and its count",
+            stacklevel=3,
         )
 
 

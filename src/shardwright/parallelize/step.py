@@ -37,6 +37,7 @@ from shardwright.parallelize.checks import (
     structure_of,
     torch_errors_explained,
 )
+from shardwright.parallelize.loss_of_halves import warn_of_halves
 from shardwright.parallelize.loss_reads import leaves_read, now_in_graph
 from shardwright.parallelize.loss_settings import settings_of
 from shardwright.parallelize.no_samples import NoSampleChecker
@@ -153,7 +154,8 @@ class TrainStep:
     def _loss_of(self, output: Any, targets: Any) -> Any:
         if self._reads_loss:  # the first time, of a user's loss, and where the layout cuts samples
             self._reads_loss = False
-            warn_of_loss(self.loss, output, targets)
+            if not warn_of_loss(self.loss, output, targets):
+                warn_of_halves(self.loss, output, targets, stacklevel=2)
         if self._knows_reads:
             return self._checked_loss(output, targets)
         self._knows_reads, since = True, now_in_graph()

@@ -1,0 +1,132 @@
+"""Compares, in the first step, a user's loss of several samples with what the losses of their halves add up to.
+
+Ranks and microbatches add up the sums and counts of their own samples. That is the loss of one device only if the sum
+and the count of all samples are the sums of those of the parts, which a record of the loss may not show: the mean may
+be over targets that the code selects, or a function that returns a sum may have been given as one that returns a mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+from warnings import warn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwright.analysis.copying import copied
+from shardwright.analysis.hidden_outputs import hidden_tensors
+from shardwright.analysis.meta_values import RANDOM
+from shardwright.analysis.other_generators import other_generators
+from shardwright.dispatch_mode import DispatchMode
+from shardwright.models.losses import sum_and_count
+from shardwright.sharding.tensor_part import tagged
+
+_MOST_ELEMENTS = 2**24
+"""How many elements of outputs and targets are looked at: no more samples than have these, but two at least."""
+
+_DIFFERENCE = 1e-5
+"""The relative difference of two means of float64 that is not a matter of rounding, if code makes them float32."""
+
+_ROUNDINGS = 2**13
+"""The same in other dtypes, in roundings of one number: 1e-3 in float32, as products in TF32 may differ by."""
+
+
+def difference_of_halves(loss: nn.Module, output: Any, targets: Any) -> tuple[float, float] | None:
+    """Returns the mean loss of the first samples, and that of two halves by their sums and counts, if these two differ.
+
+    It is None if they are equal but for rounding, and where it cannot be told: for one sample, for tensors that are not
+    all of the samples in dim 0, parts of tensors or tensors inside of objects, and a loss that draws random numbers or
+    does not take half of the samples. Copies of the loss are called, so that a loss that keeps state keeps it.
+
+    The loss is computed in float64, if it takes that: new models give much the same loss for each sample.
+
+    >>> def ragged(output, targets):  # a mean over the targets that are there, where all are counted
+    ...     there = targets > 0
+    ...     return (output - targets)[there].square().mean() * targets.numel(), targets.numel()
+    >>> from shardwright.models.given_loss import as_loss
+    >>> output, targets = torch.zeros(4, 2), torch.tensor([[1.0, 0.0], [0.0, 0.0], [3.0, 3.0], [3.0, 3.0]])
+    >>> whole, halves = difference_of_halves(as_loss(ragged), output, targets)
+    >>> round(whole, 2), round(halves, 2)
+    (7.4, 5.0)
+    """
+    tensors = [leaf for leaf in tree_leaves((output, targets)) if isinstance(leaf, Tensor)]
+    count = next((len(each) for each in tensors if each.dim()), 0)
+    if count < 2 or any(len(each) != count for each in tensors if each.dim()) or hidden_tensors((output, targets)):
+        return None
+    if any(each.is_meta or tagged(each) is not None for each in tensors):
+        return None
+    num_elements = max(sum(each.numel() for each in tensors) // count, 1)
+    half = max(min(count, _MOST_ELEMENTS // num_elements) // 2, 1)
+    wide = _losses(loss, output, targets, half, torch.float64) if 2 * half * num_elements <= _MOST_ELEMENTS else None
+    found = wide or _losses(loss, output, targets, half)
+    if found is None:
+        return None
+    dtypes = {*found.dtypes, *(each.dtype for each in tensors if each.is_floating_point() and wide is None)}
+    eps = max(torch.finfo(each).eps for each in dtypes)
+    most = _DIFFERENCE if wide is not None and eps < _DIFFERENCE else min(_ROUNDINGS * eps, 0.5)
+    (total, number), *halves = found.values
+    added, added_number = map(sum, zip(*halves, strict=True))
+    if not number or not added_number:
+        return None
+    means = total / number, added / added_number
+    scale = max(abs(means[0]), sum(abs(each) for each, _ in halves) / abs(added_number))
+    return means if abs(means[0] - means[1]) > most * scale else None
+
+
+class _Losses(NamedTuple):
+    """Sums and counts of the first samples, and of each half of these; and the dtypes of the sums."""
+
+    values: list[list[float]]
+    dtypes: set[torch.dtype]
+
+
+def _losses(
+    loss: nn.Module, output: Any, targets: Any, half: int, dtype: torch.dtype | None = None
+) -> _Losses | None:
+    """Returns the losses of the first two halves, of ``half`` samples each, or None if they cannot be computed.
+
+    With ``dtype`` the loss is given tensors of it in place of floating-point ones.
+    """
+
+    def part(start: int, stop: int, x: Tensor) -> Tensor:
+        own = (x[start:stop] if x.dim() else x).clone()  # a loss may write to what it is given
+        return own.to(dtype) if x.is_floating_point() else own
+
+    pairs = list[tuple[Tensor, Tensor]]()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=()), other_generators() as drawn, _Refusing():
+            for start, stop in ((0, 2 * half), (0, half), (half, 2 * half)):
+                given = tree_map_only(Tensor, partial(part, start, stop), (output, targets))
+                pairs.append(sum_and_count(copied(loss, {})(*given)))
+    except Exception:  # of the user's own code, which may need all samples, or cannot be copied; or of _Refusing
+        return None
+    if drawn:
+        return None
+    values = torch.stack([torch.stack([each.double() for each in pair]) for pair in pairs]).tolist()
+    return _Losses(values, {total.dtype for total, _ in pairs})
+
+
+def warn_of_halves(loss: nn.Module, output: Any, targets: Any, stacklevel: int) -> None:
+    """Warns if a loss of the first samples is not what the losses of their halves add up to."""
+    found = difference_of_halves(loss, output, targets)
+    if found is not None:
+        warn(
+            "the loss of the first samples is {:.6g}, and {:.6g} by the sums and counts of their two halves, as ranks "
+            "and microbatches add them up: it is no mean over what it counts, and differs from one device. Return the "
+            "sum and the count that the mean is of: loss=lambda output, targets: (loss_sum, count)".format(*found),
+            stacklevel=stacklevel + 1,
+        )
+
+
+class _Refusing(DispatchMode):
+    """Raises an error where an operator draws random numbers, or waits for other ranks, which may not call it."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket.__name__ in RANDOM or "c10d" in func.namespace:
+            raise RuntimeError(f"{func} is not run on halves of a batch")
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,172 @@
+"""Losses that are no mean over what is counted: the first step says so, whether the loss is beside or in the model."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import shardwright as sw
+from shardwright.models.given_loss import as_loss
+from shardwright.parallelize.loss_of_halves import difference_of_halves
+
+CLASSES, TOKENS, SAMPLES = 11, 6, 8
+
+
+class Tokens(nn.Module):
+    """A model of tokens that draws nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.hidden, self.head = nn.Embedding(CLASSES, 16), nn.Linear(16, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.hidden(self.table(x)).relu())
+
+
+def cross_entropy(output, targets, **options):
+    return functional.cross_entropy(output.flatten(0, -2), targets.flatten(), **options)
+
+
+def ragged_batch():
+    """Samples of which each ends after another number of targets; the others are -100."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.randint(0, CLASSES, (SAMPLES, TOKENS))
+    return x, x.where(torch.arange(TOKENS) < TOKENS - torch.arange(SAMPLES)[:, None] % 4, -100)
+
+
+def loop(output, targets):
+    return torch.stack([functional.cross_entropy(y, t) for y, t in zip(output, targets, strict=True)]).mean()
+
+
+OTHER_MEANS = {
+    "shifted by hand": sw.MeanLoss(lambda y, t: cross_entropy(y[:, :-1], t[:, 1:])),
+    "of counted targets in place of all": sw.MeanLoss(lambda y, t: cross_entropy(y, t), ignore_index=None),
+    "a sum": sw.MeanLoss(lambda y, t: cross_entropy(y, t, reduction="sum")),
+    "of selected targets": sw.MeanLoss(lambda y, t: functional.cross_entropy(y[t > 3], t[t > 3])),
+    "of one sample after another": sw.MeanLoss(loop),
+}
+
+RIGHT_MEANS = {
+    "of targets that are not ignored": sw.MeanLoss(cross_entropy),
+    "a pair of a shifted sum": lambda y, t: (
+        cross_entropy(y[:, :-1], t[:, 1:], reduction="sum"),
+        (t[:, 1:] != -100).sum(),
+    ),
+    "a pair of selected targets": lambda y, t: (cross_entropy(y[t > 3], t[t > 3], reduction="sum"), (t > 3).sum()),
+    "that writes to the output": lambda y, t: (cross_entropy(y.mul_(2), t, reduction="sum"), (t != -100).sum()),
+    "in half precision": lambda y, t: (cross_entropy(y.bfloat16(), t, reduction="sum"), (t != -100).sum()),
+}
+
+
+def warned(model, line, batch, loss, example=None):
+    def work(world):
+        run = sw.parallelize(model, line, world, loss=loss, example=example)
+        return [run.step(part).item() for part in run.shard([batch])]
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        losses = sw.launch(work, sw.Layout.parse(line).num_ranks, ranks="threads")
+    return [str(each.message) for each in found], losses[0]
+
+
+@pytest.mark.parametrize("line", ["dp2", "pp2/1f1b mb2", "tp2 dp2"])
+@pytest.mark.parametrize("name", OTHER_MEANS)
+def test_a_loss_that_is_no_mean_of_what_it_counts_is_named(line, name):
+    texts, _ = warned(Tokens(), line, ragged_batch(), OTHER_MEANS[name])
+    assert texts and all("the loss " in each and "differs from one device" in each for each in texts)
+
+
+@pytest.mark.parametrize("name", RIGHT_MEANS)
+def test_a_mean_of_what_it_counts_is_not_named_and_trains_as_on_one_device(name):
+    model, batch = Tokens(), ragged_batch()
+    texts, losses = warned(model, "dp2 mb2", batch, RIGHT_MEANS[name])
+    total, count = as_loss(RIGHT_MEANS[name])(model(batch[0]).detach(), batch[1])
+    assert not texts
+    assert losses[0] == pytest.approx(float(total / count), rel=1e-2 if "half" in name else 1e-6)
+
+
+class Counting(nn.Module):
+    """A loss with state: it counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output, targets):
+        self.calls += 1
+        return cross_entropy(output, targets, reduction="sum"), (targets != -100).sum()
+
+
+def test_a_loss_with_state_keeps_it():
+    loss = Counting()
+    assert difference_of_halves(loss, torch.randn(4, 6, CLASSES), ragged_batch()[1][:4]) is None
+    assert loss.calls == 0
+
+
+def test_random_numbers_of_a_loss_and_of_the_caller_stay_what_they_are():
+    def noisy(output, targets):
+        return (output + torch.randn(output.shape) - targets).square().sum(), len(targets)
+
+    before = torch.random.get_rng_state()
+    assert difference_of_halves(as_loss(noisy), torch.zeros(4, 2), torch.ones(4, 2)) is None
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("output", "targets"),
+    [(torch.zeros(1, 2), torch.ones(1, 2)), (torch.zeros(4, 2), torch.ones(8, 2)), (torch.zeros(()), torch.ones(()))],
+    ids=["one sample", "other numbers of samples", "no samples"],
+)
+def test_what_cannot_be_halved_is_not_looked_at(output, targets):
+    assert difference_of_halves(as_loss(lambda y, t: (y.sum() ** 2, 1)), output, targets) is None
+
+
+class WithLoss(Tokens):
+    """A model that computes its loss itself, in a way of several."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def forward(self, x, mask, labels):
+        return {"loss": self.way(super().forward(x), mask, labels)}
+
+
+def each_of(y, t):
+    return cross_entropy(y, t, reduction="none").view(t.shape)
+
+
+INNER_OTHERS = {
+    "over a mask": lambda y, m, t: (each_of(y, t) * m).sum() / m.sum(),
+    "over weights": lambda y, m, t: cross_entropy(y, t, weight=torch.arange(CLASSES, device=y.device).to(y.dtype)),
+    "a sum": lambda y, m, t: cross_entropy(y, t, reduction="sum"),
+    "a mean and a sum": lambda y, m, t: cross_entropy(y, t) + 0.1 * y.square().mean() + y.square().sum(),
+}
+
+INNER_MEANS = {
+    "over labels": lambda y, m, t: cross_entropy(y, t),
+    "over labels by hand": lambda y, m, t: each_of(y, t).sum() / (t != -100).sum(),
+    "of means": lambda y, m, t: (y.square() / y.numel()).sum() + cross_entropy(y, t),
+}
+
+
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero3 mb2", "pp2/1f1b mb2"])
+@pytest.mark.parametrize("with_example", [False, True])
+@pytest.mark.parametrize("name", INNER_OTHERS)
+def test_a_model_whose_own_loss_is_no_mean_over_labels_is_named(name, with_example, line):
+    x, labels = ragged_batch()
+    batch = {"x": x, "mask": (labels != -100).float(), "labels": labels}
+    loss, example = sw.ModelLoss(shifted=False), batch if with_example else None
+    texts, _ = warned(WithLoss(INNER_OTHERS[name]), line, batch, loss, example)
+    assert any("computes a loss that is no mean" in each for each in texts)
+
+
+@pytest.mark.parametrize("name", INNER_MEANS)
+def test_a_model_whose_own_loss_is_a_mean_over_labels_is_not_named(name):
+    x, labels = ragged_batch()
+    batch = {"x": x, "mask": torch.ones(x.shape), "labels": labels}
+    texts, _ = warned(WithLoss(INNER_MEANS[name]), "dp2", batch, sw.ModelLoss(shifted=False))
+    assert not texts
