@@ -1,7 +1,7 @@
 """For every test: one core for each rank, no deadline, since ranks may be threads that wait for each other; and tiers.
 
 ``--tier test``, which `make test` runs: outside of ``tests/contract`` every test, but of one that is ``sampled(n)`` the
-first case and every n-th after it (of 0 none), and of one with more than three cases every fourth; in
+first case and every n-th after it (of 0 none), and of one with several cases the first and every fourth after it; in
 ``tests/contract`` only those that are sampled. Property tests draw few examples.
 ``--tier contract``, which `make contract` runs: all of ``tests/contract``, every case that `make test` leaves out, and
 property tests with all their examples. ``--tier rest``: the same without what `make test` has run already, for
@@ -37,8 +37,8 @@ settings.register_profile("few", deadline=None, max_examples=10)
 settings.load_profile("shardwright")
 
 CONTRACT = Path(__file__).parent / "contract"
-MANY, MANY_EVERY = 3, 4
-"""Of a test with more cases than this, `make test` runs every so many-th."""
+EVERY = 4
+"""Of a test with several cases, `make test` runs the first and every so many-th after it."""
 
 VARIANTS = {
     "strictest": Variant(),
@@ -108,12 +108,12 @@ def pytest_configure(config):
 
 def tiers_of(items):
     """Each test, and the tiers that run it."""
-    seen, cases = Counter(), Counter((item.path, getattr(item, "originalname", None)) for item in items)
+    seen = Counter()
     for item in items:
         mark, inside = item.get_closest_marker("sampled"), CONTRACT in item.path.parents
         key = item.path, getattr(item, "originalname", None)
-        has_many = key[1] is not None and cases[key] > MANY  # a doctest has no such name
-        every = mark.args[0] if mark is not None else 0 if inside else MANY_EVERY if has_many else 1
+        is_doctest = key[1] is None
+        every = mark.args[0] if mark is not None else 0 if inside else 1 if is_doctest else EVERY
         among = every > 0 and seen[key] % every == 0
         seen[key] += 1
         rest = not among or hasattr(getattr(item, "obj", None), "hypothesis")

@@ -135,7 +135,8 @@ NAMES_STAGES = {
 def test_the_core_names_the_axis_of_stages_only_where_a_seam_is_left():
     found = set()
     for path in PACKAGE.rglob("*.py"):
-        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        nodes = ast.walk(ast.parse(text)) if "pp" in text else ()
         if any(isinstance(node, ast.Constant) and node.value == "pp" for node in nodes):
             found.add(path.relative_to(PACKAGE).as_posix())
     assert {file for file in found if not file.startswith("strategies/")} == set(NAMES_STAGES)

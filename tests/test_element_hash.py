@@ -188,6 +188,7 @@ def check_compiled(shape, backend):
             assert torch.equal(compiled(*given), drawn(*given))
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("shape", COMPILED, ids=len)
 def test_traced_whole_the_bits_are_the_same(shape):
     check_compiled(shape, "aot_eager")
@@ -212,6 +213,7 @@ def pretends_to_fuse(monkeypatch):
     element_hash._fused.cache_clear()
 
 
+@pytest.mark.sampled(0)
 def test_a_kernel_that_an_accelerator_gets_gives_the_same_bits(pretends_to_fuse):
     with patch.object(element_hash, "_UNFUSED", ("cpu",)):
         expected = bits((2, 5, 300)), bits((2, 5, 300), least=7)

@@ -84,6 +84,7 @@ def test_no_text_proposes_the_nearest_word_where_none_may_be_alike():
     texts = (
         (path, ast.unparse(text))
         for path in SOURCE.rglob("*.py")
+        if "nearest(" in path.read_text(encoding="utf-8")
         for text in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(text, ast.JoinedStr)
     )

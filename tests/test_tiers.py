@@ -52,6 +52,7 @@ def test_tests_of_one_name_in_two_files_are_counted_apart():
     assert tiers(item("same", every=2), item("same", CONTRACT, every=2)) == [["test"], ["contract", "test"]]
 
 
-def test_of_a_test_with_many_cases_make_test_runs_every_fourth_and_of_one_with_few_all():
+def test_of_a_test_with_several_cases_make_test_runs_the_first_and_every_fourth_after_it():
     assert tiers(*[item("many")] * 9).count(["test"]) == 3
-    assert tiers(*[item("few")] * 3) == [["test"]] * 3
+    assert tiers(*[item("few")] * 3) == [["test"], ["contract"], ["contract"]]
+    assert tiers(*[item(None)] * 3) == [["test"]] * 3, "doctests have no name of a test"

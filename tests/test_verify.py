@@ -257,6 +257,42 @@ def test_a_model_that_magnifies_bf16_is_allowed_three_times_what_plain_torch_in_
         assert not verify(model, "dp2 bf16", given, alter=scales_gradient(name, factor)), name
 
 
+def test_a_model_that_magnifies_fp16_is_allowed_three_times_what_plain_torch_with_a_loss_scale_is_off_by():
+    torch.manual_seed(0)
+    widths = ((3, 8), *[(8, 8)] * 5)
+    layers = [nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU()) for i, o in widths]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    given = [(torch.randn(8, 3, 6, 6), torch.randint(5, (8,)))]
+    verdict = verify(model, "dp2 fp16", given)
+    assert verdict, str(verdict)
+    assert verdict.tolerance < verdict.gradients_error < verdict.allowed <= 0.45
+    assert f"one device itself differs by {verdict.own_error:.0e}" in str(verdict)
+    for name, factor in (("8.weight", 1.2), ("8.weight", 0.5), ("0.0.weight", 2.0), ("0.1.bias", 0.0)):
+        assert not verify(model, "dp2 fp16", given, alter=scales_gradient(name, factor)), name
+
+
+class Rooted(nn.Linear):
+    """Adds a root, of 0 in float64 and of ``least`` in float32."""
+
+    def __init__(self, least):
+        super().__init__(4, 3)
+        self.least = least
+
+    def forward(self, x):
+        scores = super().forward(x)
+        return scores + (0 * scores + self.least * (torch.finfo(scores.dtype).eps > 1e-10)).sqrt()
+
+
+def test_a_model_whose_gradients_are_finite_in_float32_alone_is_compared_in_it():
+    given = [(torch.randn(4, 4), torch.tensor([0, 1, 2, 0]))]
+    verdict = verify(Rooted(1.0), "dp2", given)
+    assert verdict, str(verdict)
+    assert verdict.only_float32 == "the gradient of 'weight' is not finite"
+    verdict = verify(Rooted(0.0), "dp2", given)
+    assert not verdict
+    assert "the gradient of 'weight' on one device itself is not finite" in str(verdict)
+
+
 class Magnifies(nn.Module):
     """A logistic map, iterated 25 times, of which each magnifies all roundings before it."""
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "words.md").read_text(encoding="utf-8")
 
 
+@cache
 def classes():
-    for path in sorted((ROOT / "src").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                yield node.name, path.relative_to(ROOT).as_posix()
+    """Each class of the package and its file."""
+    files = sorted((ROOT / "src").rglob("*.py"))
+    nodes = ((path, node) for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return [(node.name, path.relative_to(ROOT).as_posix()) for path, node in nodes if isinstance(node, ast.ClassDef)]
 
 
 def words_of(name):

@@ -115,6 +115,7 @@ def counted_down(x):
         x = x - 1
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("values", [False, True])
 def test_a_loop_that_ends_when_values_say_so_is_stopped(values):
     x = torch.empty(3, device="meta")

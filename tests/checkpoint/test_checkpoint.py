@@ -61,7 +61,7 @@ def run_folder(checkpoints, tmp_path):
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(100)
 def test_what_one_layout_saved_another_loads_to_the_last_bit(checkpoints, source, target):
     folder, before = checkpoints(source)
     after = loaded(target, folder)
@@ -81,7 +81,7 @@ def test_what_one_layout_saved_another_loads_to_the_last_bit(checkpoints, source
 
 
 @pytest.mark.parametrize("line", LINES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(100)
 def test_the_losses_go_on_exactly_under_the_same_layout(checkpoints, line):
     folder, before = checkpoints(line)
     assert [each.losses for each in loaded(line, folder, more=3)] == [each.losses[3:] for each in before]
@@ -89,7 +89,7 @@ def test_the_losses_go_on_exactly_under_the_same_layout(checkpoints, line):
 
 @pytest.mark.parametrize("target", LINES)
 @pytest.mark.parametrize("source", ["tp3"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(100)
 def test_the_losses_go_on_under_another_layout_within_rounding(checkpoints, source, target):
     folder, before = checkpoints(source)
     for each in loaded(target, folder, more=3):
@@ -234,7 +234,7 @@ def test_buffers_that_are_not_persistent_are_neither_saved_nor_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adam])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(100)
 def test_other_optimizers_keep_their_state_too(tmp_path, kind):
     def work(world, resumes):
         run, optimizer = start(world, "tp3" if resumes else "dp2", kind=kind)
@@ -635,7 +635,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("line", ["tp2", "dp2"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(100)
 def test_what_is_broken_is_refused_on_every_rank_and_changes_nothing(run_folder, name, line):
     how, words = BROKEN[name]
     how(run_folder)

@@ -77,6 +77,7 @@ def test_an_early_checkpoint_is_exported_to_the_bits_that_its_own_commit_exports
     assert exported == EXPECTED["parameters"]
 
 
+@pytest.mark.sampled(0)
 def test_the_command_resumes_an_early_run_from_its_folder_alone(early):
     found = CliRunner().invoke(app, ["train", "--resume", "--out", str(early), "--ranks", "threads", "--json"])
     assert found.exit_code == 0, found.output

@@ -135,7 +135,7 @@ def assert_equals_plain(found, folder, kind, num_late=6):
 
 
 @pytest.mark.parametrize("line", ["dp2", *ZERO])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(100)
 def test_a_checkpoint_says_the_same_of_parameters_without_gradients_as_one_device_under_every_layout(tmp_path, line):
     for each, until in ((line, SAVED_AT), (line, NUM_STEPS), ("single", SAVED_AT), ("single", NUM_STEPS)):
         launch(saving, each, each, ADAMW, tmp_path / f"{each == line} {until}", until, ranks="threads")
@@ -149,14 +149,14 @@ def test_a_checkpoint_says_the_same_of_parameters_without_gradients_as_one_devic
 
 @pytest.mark.parametrize("target", LINES)
 @pytest.mark.parametrize("source", ["dp2", *ZERO])
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(100)
 def test_what_one_layout_saved_goes_on_under_another_as_on_one_device(tmp_path, source, target):
     launch(saving, source, source, ADAMW, tmp_path, ranks="threads")
     assert_equals_plain(ranks_go_on(target, ADAMW, tmp_path), tmp_path, ADAMW)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0].__name__} {kind[1]}")
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(100)
 def test_every_optimizer_goes_on_with_the_state_that_it_keeps(tmp_path, kind):
     launch(saving, "dp2/zero3", "dp2/zero3", kind, tmp_path, ranks="threads")
     for line in ("single", "dp2/zero3"):
@@ -171,7 +171,7 @@ def test_a_parameter_that_only_some_ranks_samples_reach_goes_on_as_on_one_device
 
 
 @pytest.mark.parametrize("line", LINES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(100)
 def test_a_step_count_alone_as_earlier_versions_saved_it_is_no_state(tmp_path, line):
     launch(saving, "dp2/zero3", "dp2/zero3", ADAMW, tmp_path, ranks="threads")
     path = find(tmp_path) / MANIFEST

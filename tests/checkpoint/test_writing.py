@@ -98,6 +98,7 @@ def test_a_load_beside_a_save_waits_for_it_and_all_ranks_read_the_step_that_the_
     assert launch(work, 2, ranks="threads") == [(1, 1)] * 2
 
 
+@pytest.mark.sampled(0)
 def test_what_is_pending_holds_nothing_of_the_run(tmp_path, held_up):
     def work(world):
         run, optimizer = start(world, "single")
@@ -113,6 +114,7 @@ def test_what_is_pending_holds_nothing_of_the_run(tmp_path, held_up):
     assert names_in(tmp_path) == ["step-00000001"]
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("told_by", ["the next save", "a wait", "the end"])
 def test_an_error_while_writing_is_raised_on_every_rank_and_nothing_is_lost(tmp_path, monkeypatch, rank, told_by):

@@ -82,6 +82,7 @@ def named():
 """
 
 
+@pytest.mark.sampled(0)
 def test_a_model_of_ones_own_is_shown_and_priced_on_a_sample_of_its_data(tmp_path, monkeypatch):
     (tmp_path / "owned.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
@@ -125,6 +126,7 @@ def test_show_without_a_batch_of_a_model_of_ones_own_says_what_is_missing(tmp_pa
     sys.modules.pop("owned_rows", None)
 
 
+@pytest.mark.sampled(0)
 def test_show_explains_one_module_as_its_first_rank_holds_it():
     asked = ("show", "--layout", "pp2 tp2 mb2", *TINY, "--set", "num_layers=2", "--explain")
     found = run(*asked, "blocks.1.mlp.up", "--json")
@@ -139,6 +141,7 @@ def test_show_explains_one_module_as_its_first_rank_holds_it():
     assert "fix:     write blocks.1.mlp.up" in wrong.stderr
 
 
+@pytest.mark.sampled(0)
 def test_show_lists_what_ranks_hold_predicted_and_measured(tmp_path):
     # ranks are threads: between processes a sum that is late, as beside other work, is held longer; see tests_dist
     asked = ("show", "--layout", "dp2 recompute:full", "--memory", "--measured", "--ranks", "threads", *TINY)
@@ -162,6 +165,7 @@ def test_show_prints_the_layout_before_it_rehearses_the_memory_of_its_ranks(monk
     assert not run(*asked, "--json").stdout
 
 
+@pytest.mark.sampled(0)
 def test_stages_are_balanced_by_timed_layers_with_measured_costs(monkeypatch, tmp_path):
     def timed(model, inputs):
         assert len(inputs) == 2  # one microbatch
@@ -187,6 +191,7 @@ def test_the_memory_of_a_model_whose_batches_are_unknown_is_refused():
     assert found.exit_code == 2
 
 
+@pytest.mark.sampled(0)
 def test_train_resume_inspect_sample_and_export_work_one_after_the_other(tmp_path):
     out = str(tmp_path / "run")
     first = run("train", "--layout", "dp2", "--steps", "3", "--ranks", "threads", "--out", out, "--json", *TINY)

@@ -47,6 +47,7 @@ def copied(resumed, tmp_path):
     return shutil.copytree(resumed, tmp_path / "copied")
 
 
+@pytest.mark.sampled(0)
 def test_the_page_of_a_run_is_made_again_from_its_folder(copied):
     before = (copied / "report.html").read_text()
     (copied / "report.html").unlink()

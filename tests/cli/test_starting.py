@@ -34,6 +34,7 @@ def started(folder, *words):
     return subprocess.run([sys.executable, "-c", script, *words], cwd=folder, env=here, capture_output=True, text=True)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.timeout(300)  # a process of its own imports torch
 def test_what_init_writes_trains_by_the_command_from_its_own_folder(tmp_path):
     folder = tmp_path / "first"
@@ -44,6 +45,7 @@ def test_what_init_writes_trains_by_the_command_from_its_own_folder(tmp_path):
     assert "trained dp2 on 2 ranks: 2 steps" in found.stdout
 
 
+@pytest.mark.sampled(0)
 def test_the_model_that_init_writes_can_be_planned_in_bf16(tmp_path, monkeypatch):
     assert run("init", tmp_path).exit_code == 0
     monkeypatch.chdir(tmp_path)
@@ -104,6 +106,7 @@ def test_every_command_shows_examples_of_which_each_word_is_an_option_of_it():
                 assert verb == ("plan",) or words[words.index("--ranks") + 1] in ("threads", "processes"), line
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("verb", ["evaluate", "predict"])
 def test_a_trained_run_is_evaluated_and_predicted_from_its_folder(tmp_path, verb):
     out = tmp_path / "run"
@@ -151,6 +154,7 @@ def test_all_options_that_a_command_does_not_have_are_named_at_once():
     assert run("verify", "--x").stderr.count("No such option") == 1
 
 
+@pytest.mark.sampled(0)
 def test_a_report_takes_its_run_by_from_too_and_more_steps_say_how_the_rate_moves(tmp_path):
     out = tmp_path / "run"
     assert run("train", "--steps", "2", "--warmup", "0", "--ranks", "threads", "--out", out, *TINY).exit_code == 0

@@ -96,6 +96,7 @@ def test_a_lock_that_is_a_link_empties_no_file(trained, tmp_path):
         assert (tmp_path / "other").read_text() == "mine\n"
 
 
+@pytest.mark.sampled(0)
 def test_a_factory_that_the_command_names_too_is_resumed_and_a_file_of_options_counts(tmp_path):
     (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
     own = ["--model", "torch.nn:Embedding", "--set", "num_embeddings=256", "--set", "embedding_dim=256"]
@@ -191,7 +192,7 @@ NOTES = [
 
 
 @pytest.mark.parametrize("note", NOTES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(0)
 def test_a_damaged_note_of_the_data_is_refused_unless_the_data_are_accepted(trained, tmp_path, note):
     out = tmp_path / "run"
     shutil.copytree(trained, out)
@@ -296,6 +297,7 @@ def test_show_takes_a_million_ranks_and_refuses_a_million_stages_by_number():
     assert "cannot be cut into 1048576 stages" in refused("show", "--layout", "pp1048576", *TINY)
 
 
+@pytest.mark.sampled(0)
 def test_plan_takes_a_million_ranks_in_seconds():
     words = ["plan", "--layout", "dp1000000", "--cluster", "a100-80gb:125000x8", "--batch", "1000000", "--seq", "16"]
     words += ["--set", "num_layers=1", "--set", "width=16", "--set", "num_heads=4"]
@@ -381,6 +383,7 @@ def test_ctrl_c_at_the_first_import_that_the_library_makes_ends_the_command_in_o
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
 
 
+@pytest.mark.sampled(0)
 def test_ctrl_c_while_python_ends_prints_nothing(tmp_path):
     told = "import atexit, os, signal\natexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
     (tmp_path / "sitecustomize.py").write_text(told)
@@ -391,6 +394,7 @@ def test_ctrl_c_while_python_ends_prints_nothing(tmp_path):
     assert (done.returncode, done.stderr) == (-2, "")
 
 
+@pytest.mark.sampled(0)
 def test_a_stop_signal_before_the_command_runs_ends_it_in_one_line_and_an_early_warning_changes_nothing(tmp_path):
     signals = code_that_signals("SIGUSR1") + code_that_signals("SIGTERM")
     runs = f"assert gc.isenabled() and gc.get_freeze_count() > 1e5\n{signals}"
@@ -402,7 +406,7 @@ def test_a_stop_signal_before_the_command_runs_ends_it_in_one_line_and_an_early_
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("name", "words", "collects"),
     [

@@ -106,6 +106,7 @@ def test_a_prefix_and_a_dtype_are_written(trained, tmp_path):
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
 
 
+@pytest.mark.sampled(0)
 def test_a_run_starts_from_weights_and_a_resumed_run_from_its_checkpoint(trained, tmp_path):
     exported(trained, tmp_path / "a.safetensors", "--prefix", "model.")
     words = ["--layout", "tp2", "--ranks", "threads", "--out", tmp_path / "run", *TINY, "--lr", "0", "--seed", "3"]
@@ -176,6 +177,7 @@ def test_each_command_that_reads_a_run_takes_its_averages(trained, tmp_path):
     assert "add --weights RUN" in run("verify", "--layout", "dp2", *TINY, "--averages").stderr
 
 
+@pytest.mark.sampled(0)
 def test_an_evaluation_of_loaded_weights_goes_on_where_the_run_was(trained, tmp_path):
     words = ["--ranks", "threads", "--steps", 1, "--lr", "0", *TINY]
     once = done("train", *words, "--out", tmp_path / "one", "--weights", trained, "--layout", "dp2 bf16")

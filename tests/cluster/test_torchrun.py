@@ -72,6 +72,7 @@ def until(condition):
         time.sleep(0.05)
 
 
+@pytest.mark.sampled(0)
 def test_each_node_says_who_is_missing_and_no_more_once_all_have_come(store):
     said = [[], [], []]
     first, last, late = (come(store, rank, 3, said[rank]) for rank in range(3))
@@ -86,6 +87,7 @@ def test_each_node_says_who_is_missing_and_no_more_once_all_have_come(store):
     assert first.seen() == "3 of 3 nodes: 0 (10.0.0.0), 1 (10.0.0.1), 2 (10.0.0.2)"
 
 
+@pytest.mark.sampled(0)
 def test_nodes_of_another_run_at_the_same_store_are_not_counted_nor_a_node_twice_that_comes_again(store):
     waits = [NodeWait("127.0.0.1", store.port, 3, None, "10.0.0.1", run_id, say_after_s=60) for run_id in "aab"]
     with waits[0]:
@@ -96,6 +98,7 @@ def test_nodes_of_another_run_at_the_same_store_are_not_counted_nor_a_node_twice
         assert [each.seen() for each in waits[1:]] == 2 * ["1 of 3 nodes: 10.0.0.1"]
 
 
+@pytest.mark.sampled(0)
 def test_a_store_that_has_gone_and_come_back_is_used_again():
     port = free_port()
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -110,6 +113,7 @@ def test_a_store_that_has_gone_and_come_back_is_used_again():
     del store
 
 
+@pytest.mark.sampled(0)
 def test_nothing_is_said_once_ranks_are_started(store):
     said = []
     with come(store, 0, 2, said) as wait:
@@ -146,6 +150,7 @@ def give_up(wait, failure, condition):
         raise failure
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("failure", [RendezvousTimeoutError(), DistStoreError("timed out"), TimeoutError()])
 def test_a_wait_in_vain_names_nodes_and_another_failure_stays_what_it_is(store, failure):
     alone = come(store, 0, 2, [])

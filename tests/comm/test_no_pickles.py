@@ -45,6 +45,7 @@ def pickles(text):
     )
 
 
+@pytest.mark.sampled(0)
 def test_only_the_launcher_pickles_and_it_reads_from_inherited_pipes_alone():
     found = {
         path.relative_to(SOURCE).as_posix()

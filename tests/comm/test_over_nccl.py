@@ -158,6 +158,7 @@ def test_the_watchdog_names_every_call_that_does_not_complete(name):
 # ---- torch itself
 
 
+@pytest.mark.sampled(0)
 def test_torch_takes_every_call_as_it_is_made():
     """The backend of torch that sends nothing has NCCL's calls: names and arguments are those of torch."""
     program = Path(__file__).with_name("calls_of_torch.py")

@@ -104,6 +104,7 @@ def test_after_its_end_nothing_is_reported(clock):
     assert not told
 
 
+@pytest.mark.sampled(0)
 def test_a_process_whose_main_thread_waits_for_the_card_ends_with_the_text():
     program = (
         "import threading\n"

@@ -78,6 +78,7 @@ ALONE = [
 ]
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize(("name", "case"), ALONE, ids=str)
 def test_what_one_mesh_saves_another_loads_bit_for_bit(name, case, tmp_path):
     strategy = STRATEGIES[name]

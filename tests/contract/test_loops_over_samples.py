@@ -142,7 +142,7 @@ def models(*classes, lines=LAYOUTS):
     *models(Checkpointed, lines=[line for line in LAYOUTS if "tp" not in line and "pp" not in line]),
     *models(Blocks, lines=(*LAYOUTS, "dp2 mb2 recompute:full", "pp2 mb2 dp2 tp2")),
 ])  # fmt: skip
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_draws_for_one_sample_after_another_are_those_of_one_device(model, line):
     check_equal(model, line)
 
@@ -181,7 +181,7 @@ def verdict_of_rows(model, line):
 
 
 @pytest.mark.parametrize("line", [line for line in LAYOUTS if line != "tp2"])
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(100)
 def test_draws_for_the_rows_of_each_sample_are_those_of_one_device(line):
     check_equal(OfRows, line, verdict_of_rows)
 
@@ -260,7 +260,7 @@ def test_layers_that_are_cut_inside_do_not_draw_for_one_sample():
 
 @pytest.mark.parametrize("model", [Loop, OfTorch])
 @pytest.mark.parametrize("line", CUT_ROWS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(100)
 def test_ranks_that_have_other_numbers_of_samples_gather_nothing_in_layers_that_are_called_for_each(model, line):
     check_equal(model, line)
 

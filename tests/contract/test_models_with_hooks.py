@@ -64,7 +64,7 @@ NO_USE = {("0", "backward")}  # torch warns: no gradient goes into the model
 
 @pytest.mark.parametrize("kind", HOOKS)
 @pytest.mark.parametrize("line", LINES)
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(100)
 def test_a_hook_that_mixes_features_gives_what_it_gives_on_one_device(line, kind):
     for paths in PATHS:
         hooked = model()

@@ -174,7 +174,7 @@ LINES = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_of_operators_keeps_every_promise(name, line):
@@ -226,7 +226,7 @@ RECOMPUTED = ("tp2/sp recompute:full", "tp2x2/2d recompute:selective", "tp2x2x2/
               "pp2/1f1b mb2 tp2/sp recompute:full")  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("line", RECOMPUTED)
 def test_a_block_that_is_recomputed_gathers_again_what_other_modules_read_of_its_layers(line):
     case = case_of(TorchBlock)
@@ -236,7 +236,7 @@ def test_a_block_that_is_recomputed_gathers_again_what_other_modules_read_of_its
         check(line, case)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("line", [*RECOMPUTED, "dp2/zero3 recompute:full"])
 @pytest.mark.parametrize("block", [NamedParts, SharedTable])
 def test_blocks_without_a_forward_and_blocks_that_share_a_table_are_recomputed_under_every_layout(block, line):
@@ -275,7 +275,7 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("word", ["full", "selective", "offload:disk"])
 @pytest.mark.parametrize("line", ["tp2", "tp2x2/2d", "dp2/zero3 tp2"])
 def test_parts_that_a_checkpoint_of_torch_takes_are_parts_when_it_runs_again(line, word):

@@ -33,6 +33,7 @@ def lines(one, other):
 EVERY_PAIR = pytest.mark.parametrize(("one", "other"), pairs(), ids=[f"{a.name} beside {b.name}" for a, b in pairs()])
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize(
     ("one", "other", "case"),
     [

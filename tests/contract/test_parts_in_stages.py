@@ -19,7 +19,7 @@ LINES = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(100)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_on_parts_in_stages_keeps_every_promise(name, line):

@@ -86,14 +86,14 @@ LINES = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_of_events_keeps_every_promise(name, line):
     check_of_events(line, CASES[name])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("line", [
     "dp2/zero3/bucket:0", "dp2/zero3/bucket:0 recompute:full", "dp2/zero3/bucket:0 tp2", "dp2/zero3/bucket:0 tp2x2/2d",
     "pp2/1f1b dp2/zero3/bucket:0 mb2 recompute:full", "pp2/interleaved:v2 dp2/zero3/bucket:0 mb2",

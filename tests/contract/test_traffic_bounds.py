@@ -75,7 +75,7 @@ UNEVEN = (
 
 
 @pytest.mark.parametrize("line", UNEVEN)
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(100)
 def test_each_rank_sends_the_bytes_that_the_strategies_say_where_nothing_can_be_divided(line):
     for num_tokens in (1, 40):  # few and many beside the weights: other roles
         for recorded, said in sent(line, model_of(1, 13, 29), 7, num_tokens):
@@ -138,7 +138,7 @@ EVEN = {
 
 
 @pytest.mark.parametrize("line", [line for lines in EVEN.values() for line in lines])
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(100)
 def test_a_pair_of_layers_sends_no_more_than_the_formula_of_its_mode(line):
     for num_tokens in (1, 20):
         assert max(sent_for_a_pair(line, num_tokens)) <= allowed_bytes(line, num_tokens)

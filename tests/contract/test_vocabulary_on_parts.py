@@ -164,7 +164,7 @@ def sent(line: str, name: str) -> list[Counter]:
     return [each.recorded[1] for each in found]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("name", [*CASES, "other"])
 def test_a_loss_on_classes_that_are_cut_is_that_of_one_device_and_sends_what_it_says(name, line):

@@ -57,6 +57,7 @@ GRID = placement("cpu", [[0, 1], [2, 3]])
 COPIED_TERMS = GlobalLayout(GRID, (sbp.partial_sum, sbp.broadcast))
 
 
+@pytest.mark.sampled(0)
 @settings(max_examples=300, deadline=None)
 @given(transfers())
 @example(((5, 6), GlobalLayout(GRID, (sbp.split(1), sbp.split(0))), COPIED_TERMS))
@@ -90,6 +91,7 @@ def test_without_sums_each_element_is_fetched_once_by_each_rank_that_lacks_it(dr
     assert cheapest_plan(shape, source, destination).moved_elements == lacking
 
 
+@pytest.mark.sampled(0)
 @settings(max_examples=200, deadline=None)
 @given(transfers())
 def test_a_plan_never_moves_more_than_its_plain_messages(drawn):

@@ -152,6 +152,7 @@ RUNS = [(Turning, "tp2/sp"), (Turning, "tp3/sp"), (Recomputing, "tp2/sp")]  # in
 RUNS += [(model, line) for model in (Repeating, Recomputing) for line in LINES]
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize(("model", "line"), RUNS, ids=lambda value: getattr(value, "__name__", value))
 def test_a_model_that_does_not_call_its_layers_once_and_in_one_order_equals_one_device(model, line):
     torch.manual_seed(0)

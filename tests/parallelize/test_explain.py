@@ -16,6 +16,7 @@ def on_ranks(line, size, ask):
     return launch(lambda world: ask(parallelize(model, line, world)), size, ranks="threads")
 
 
+@pytest.mark.sampled(0)
 def test_a_layer_under_four_strategies_shows_every_rung_in_order():
     found = on_ranks(LINE, 8, lambda run: explained(run, "blocks.0.mlp.up"))
     forward = [(each["rung"], each["module"], each["by"]) for each in found[1]["forward"]]
@@ -41,6 +42,7 @@ def test_a_layer_under_four_strategies_shows_every_rung_in_order():
     assert [each["held"] for each in elsewhere["parameters"]] == [None, None]
 
 
+@pytest.mark.sampled(0)
 def test_what_a_run_has_wrapped_is_what_its_plan_has_said():
     def surprises(run):
         planned = (Rung.UNSHARD, Rung.ENTRY, Rung.OPERATOR, Rung.ATTEND, Rung.RECOMPUTE)

@@ -298,6 +298,7 @@ class WrapsWrapper(nn.Module):
         return self.wrapped.generate(ids)
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize(
     "line", ["dp2/zero3", "tp2", "tp2 dp2", "tp2/sp", "tp4/2d", "pp2/1f1b mb2", "pp2/zb-v mb4 dp2"]
 )

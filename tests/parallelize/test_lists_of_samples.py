@@ -55,6 +55,7 @@ def boxes(rows=lambda i: 1 + i % 3):
     return [{"boxes": torch.rand(rows(i), 4), "area": torch.tensor(0.5), "name": f"picture {i}"} for i in range(NUM)]
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("inside", [True, False])
 def test_boxes_of_each_picture_go_where_the_picture_goes(line, inside):

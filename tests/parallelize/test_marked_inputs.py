@@ -95,6 +95,7 @@ def pictures(num=NUM, sizes=((1, 2), (2, 2), (1, 1))):
     return {"ids": ids, "patches": patches, "sizes": sw.packed(torch.tensor(own), counts)}, ids % 7
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("line", LINES)
 def test_positions_of_all_samples_are_whole_under_any_layout(line):
     torch.manual_seed(0)
@@ -109,6 +110,7 @@ def test_positions_are_whole_where_code_is_not_followed(line):
     assert result.equal, str(result)
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("line", LINES)
 def test_rows_of_pictures_go_to_the_ranks_of_their_samples(line):
     torch.manual_seed(0)

@@ -380,6 +380,7 @@ def test_groups_by_name_may_leave_one_empty_in_a_model_without_biases(line):
     assert on_ranks(line, work, nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 3, bias=False))) == [2, 2]
 
 
+@pytest.mark.sampled(0)
 def test_rates_of_an_optimizer_that_one_rank_has_dropped_are_not_compared():
     def work(run):
         kept = []

@@ -260,7 +260,7 @@ def test_a_loss_that_is_no_pair_is_refused():
 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("max_norm", [0.01, 1e6])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(100)
 def test_clipping_is_that_of_torch_on_the_whole_model(line, max_norm):
     batch = tokens(7)
     whole, _ = one_device(gpt(), batch)

@@ -88,7 +88,7 @@ LINES = ["tp2", "tp3/sp", "tp2x2/2d", "tp2x2x2/3d", "dp2 tp2"]
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("mlp", [Scaled, Untraceable])
 @pytest.mark.filterwarnings("ignore:.*a decision by a sum")  # Untraceable has one
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(100)
 def test_a_pair_that_no_trace_follows_is_cut_when_asked_for(mlp, line):
     names = [f"layers.{n}.mlp.{layer}.weight" for n in range(2) for layer in ("up", "gate", "down")]
     before = plan_of(line, {}, model(mlp))
@@ -127,6 +127,7 @@ class Turned(nn.Module):
         return self.down(torch.tanh(self.up(x))) if float(x.detach().sum()) < 1e9 else x
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("line", ["tp3", "tp2x2/2d", "tp2x2x2/3d"])
 @pytest.mark.parametrize("hidden", [HIDDEN, WIDTH])
 @pytest.mark.filterwarnings("ignore:.*a decision by a sum")  # Turned has one
@@ -153,7 +154,7 @@ COPIES = {
 
 @pytest.mark.parametrize("line", ["tp2", "tp3/sp", "tp2x2/2d", "tp2x2x2/3d"])
 @pytest.mark.parametrize("what", COPIES)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(100)
 def test_what_is_to_be_copied_stays_whole_and_right(what, line):
     pattern, names = COPIES[what]
 
@@ -289,6 +290,7 @@ def test_the_command_takes_roles_from_flags_and_from_a_file(tmp_path):
     assert shown("--config", str(tmp_path / "run.toml"))[name] == by_flag
 
 
+@pytest.mark.sampled(0)
 def test_verify_and_train_take_roles_and_a_resumed_run_keeps_them(tmp_path):
     role = ["--role", "blocks.*.mlp*=copied"]
     verified = CliRunner().invoke(app, ["verify", *COMMAND, *role, "--json"])

@@ -72,6 +72,7 @@ def price_of(cluster, line="dp2", blocks=None):
     return plan_layouts(model, cluster, batch(), loss=loss, layout=line)
 
 
+@pytest.mark.sampled(0)
 def test_a_cluster_file_has_what_was_measured_and_plan_says_so():
     found = measured()
     cluster = found.cluster
@@ -86,6 +87,7 @@ def test_a_cluster_file_has_what_was_measured_and_plan_says_so():
     assert sources["between_nodes"] == "guess"  # one node alone
 
 
+@pytest.mark.sampled(0)
 def test_the_step_that_was_measured_is_predicted_as_measured():
     """The factors of a block and of the optimizer are what is left of two steps, whatever their seconds are."""
 
@@ -105,6 +107,7 @@ def test_the_step_that_was_measured_is_predicted_as_measured():
     assert price.waterfall["optimizer"] == pytest.approx(0.006, rel=1e-6)
 
 
+@pytest.mark.sampled(0)
 def test_a_machine_without_a_second_rank_keeps_the_links_of_the_profile_and_says_so():
     found = calibrate(build, batch(1), "single", ranks="threads", limit_s=0.0, base="a100-80gb")
     assert found.cluster.device.in_node_bytes_per_s == profile("a100-80gb").in_node_bytes_per_s
@@ -218,6 +221,7 @@ def test_factors_lengthen_the_operators_of_a_block_alone():
     assert slower["optimizer"] == before["optimizer"]
 
 
+@pytest.mark.sampled(0)
 def test_a_run_is_predicted_with_the_factors_of_its_block_as_it_is_priced():
     plain, layout = Cluster.parse("a100-80gb:1x2"), Layout.parse("dp2")
     with without_values():
@@ -286,6 +290,7 @@ def test_a_call_that_takes_too_long_and_calls_after_the_limit_are_left_out():
         assert isinstance(timing, Timing)
 
 
+@pytest.mark.sampled(0)
 def test_a_rank_without_a_partner_is_no_part_of_the_time_of_a_send():
     def work(world):
         alone = Stopwatch(world.everyone()).timed(
@@ -313,6 +318,7 @@ def test_the_interval_is_that_of_the_committed_replay():
     assert min(within) > 0.88  # nine in ten are stated; of two anchors, that are far off, the interval shows less
 
 
+@pytest.mark.sampled(0)
 def test_anchors_that_agree_narrow_the_interval_and_others_widen_it():
     model, rows = nn.Linear(16, 16), (torch.ones(8, 16), torch.zeros(8, dtype=torch.long))
     lines = ["dp2", "dp2/zero1", "mb2 dp2", "mb2 dp2/zero1", "dp2/zero2"]

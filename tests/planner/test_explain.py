@@ -78,6 +78,7 @@ def test_the_sentence_about_a_layout_that_does_not_fit_names_its_memory_and_most
     assert "on the fullest device, of 80 kB that it may take; most of it " in said
 
 
+@pytest.mark.sampled(0)
 def test_the_command_explains_layouts_that_lose_that_fail_and_writes_a_picture_and_a_page(tmp_path):
     files = ["--png", str(tmp_path / "new" / "p.png"), "--html", str(tmp_path / "p.html")]
     words = [*PLAN, "--layout", "dp2 bf16", "--explain", "tp2 bf16", "--explain", "dp3", *files]

@@ -65,7 +65,7 @@ def both(model, line, inputs, device, rank=0):
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("line", LINES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(100)
 def test_operators_messages_and_memory_are_those_of_a_second_step(line, device):
     with without_values():  # so large that ZeRO has a param group for each block, and stages buffers for messages
         model = GPT(GPTConfig(num_layers=4, width=512, num_heads=4, vocabulary=32, max_tokens=1024))

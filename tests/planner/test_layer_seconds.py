@@ -89,6 +89,7 @@ def test_a_timeline_says_that_its_seconds_are_those_of_the_cluster():
     assert 0 < max(end for stage in found["timeline"]["spans"] for _, _, end in stage) < 0.1
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(("hop_s", "is_other"), [(0.0, False), (1e-3, True)])
 def test_tp_auto_weighs_hops_on_a_cluster_and_bytes_without_one(hop_s, is_other):
     from shardwright.models import GPT, GPTConfig

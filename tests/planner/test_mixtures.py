@@ -75,6 +75,7 @@ def expert_flops(kind, num):
     return sum(each.flops for each in records if isinstance(each, OperatorRecord) and INNER in each.dims[1:])
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(("kind", "chosen"), [(Mixture, 2), (Counting, 1), (Sampling, 2)])
 def test_experts_are_rehearsed_with_as_many_tokens_each(kind, chosen):
     forward = 4 * chosen * BATCH[0].numel() * 2 * 2 * WIDTH * INNER  # blocks, experts of a token, two products
@@ -82,6 +83,7 @@ def test_experts_are_rehearsed_with_as_many_tokens_each(kind, chosen):
         assert expert_flops(kind, num) == 3 * forward
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize(
     "line", ["dp2/zero3 bf16", "tp2 dp2", "tp2/sp", "tp2x2/2d", "pp2/1f1b mb4 dp2", "pp2/zb-v mb4 tp2"]
 )
@@ -92,6 +94,7 @@ def test_a_mixture_of_ones_own_is_planned_under_every_kind_of_layout(line):
     assert sum(plans.best.waterfall.values()) == pytest.approx(plans.best.step_s)
 
 
+@pytest.mark.sampled(0)
 def test_a_search_takes_a_mixture_of_ones_own():
     plans = plan_layouts(model(), "a100-80gb:1x2", BATCH, loss=CrossEntropy())
     assert plans.best.fits
@@ -110,6 +113,7 @@ class Converts(nn.Module):
         return self.head(x * self.router.to(torch.float32)(x.float()).to(x.dtype))
 
 
+@pytest.mark.sampled(0)
 def test_a_search_that_the_model_refuses_says_what_the_error_says():
     with pytest.raises(LayoutError) as refusal:
         plan_layouts(Converts(), "a100-80gb:1x2", BATCH, loss=CrossEntropy())

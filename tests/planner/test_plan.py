@@ -59,6 +59,7 @@ def gpt(layout, samples=2, **settings):
     return job_for(model, entry.loss(), layout, tokens), (tokens, targets)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("line", ["dp2 bf16", "dp2 bf16 recompute:full"])
 def test_operators_that_the_host_starts_are_counted_and_named_where_they_may_bound_the_step(line):
     layout, job, batch, records = recorded(line, 6)
@@ -127,6 +128,7 @@ def plan_cluster(layout):
     return Cluster.parse(CLUSTER[layout.num_ranks])
 
 
+@pytest.mark.sampled(0)
 def test_a_price_from_few_blocks_equals_the_price_by_full_rehearsal():
     a, b = (priced("pp2/1f1b mb5 dp2 bf16", 6, whole=whole) for whole in (False, True))
     assert a.step_s == pytest.approx(b.step_s, rel=1e-9)
@@ -134,6 +136,7 @@ def test_a_price_from_few_blocks_equals_the_price_by_full_rehearsal():
     assert a.traffic_by_axis == b.traffic_by_axis
 
 
+@pytest.mark.sampled(0)
 def test_rehearsals_do_not_grow_with_layers_or_ranks(monkeypatch):
     counted = []
     rehearse = recording.rehearse
@@ -170,6 +173,7 @@ def test_layouts_of_the_same_options_are_asked_once_whether_they_leave_messages(
     assert found == [(5, 5), (5, 4)]
 
 
+@pytest.mark.sampled(0)
 def test_stages_of_one_kind_are_priced_once(monkeypatch):
     walked, walk = [], Pricing._walk
     monkeypatch.setattr(Pricing, "_walk", lambda *given, **named: walked.append(given) or walk(*given, **named))
@@ -216,6 +220,7 @@ def test_a_batch_of_names_without_the_loss_of_the_model_is_refused():
         plan_layouts(nn.Linear(4, 4), CLUSTER[2], {"input": torch.ones(2, 4)}, layout="dp2")
 
 
+@pytest.mark.sampled(0)
 def test_few_blocks_that_are_not_cut_as_all_are_do_not_stand_for_them(monkeypatch):
     layout = Layout.parse("tp2")
     job, batch = gpt(layout, num_layers=6)
@@ -397,6 +402,7 @@ def test_the_bubble_of_a_price_is_that_of_all_stages():
     )
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("quiet_s", [-1.0, 1e9])
 def test_a_long_search_says_on_standard_error_what_it_has_priced(monkeypatch, quiet_s):
     monkeypatch.setattr("shardwright.cli.planning._QUIET_S", quiet_s)
@@ -472,6 +478,7 @@ def test_blocks_in_one_sharded_param_group_are_rehearsed_whole_and_equal_the_led
     assert sum(memory.by_kind.values()) == pytest.approx(ledger_bytes(job, layout, batch, 0), rel=1e-3)
 
 
+@pytest.mark.sampled(0)
 def test_messages_between_stages_take_the_link_that_their_ranks_have():
     blocks = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
     batch = torch.ones(64, 512), torch.zeros(64, dtype=torch.long)
@@ -496,6 +503,7 @@ def test_a_grouped_product_of_experts_counts_the_flops_of_its_rows(first, second
     assert record.flops == 2 * 3 * 4 * 8 * record.dims[3]
 
 
+@pytest.mark.sampled(0)
 def test_products_in_place_count_the_flops_of_those_that_are_not():
     c, a, b = (torch.empty(size, device="meta") for size in ((4, 8), (4, 2), (2, 8)))
     records = [
@@ -551,6 +559,7 @@ def test_code_that_reads_values_of_activations_is_refused_and_of_inputs_priced()
             plan_layouts(model, CLUSTER[2], (batch[0].to("meta"), batch[1]), **given)
 
 
+@pytest.mark.sampled(0)
 def test_sums_of_the_gradients_of_one_chunk_are_hidden_by_the_chunks_that_follow():
     plans = {line: priced(f"pp2/{line} mb5 dp2 bf16", 12) for line in ("interleaved:v2", "1f1b")}
     ends = [place for place in plans["interleaved:v2"].records.places[0].classes if not place.before]
@@ -558,6 +567,7 @@ def test_sums_of_the_gradients_of_one_chunk_are_hidden_by_the_chunks_that_follow
     assert plans["interleaved:v2"].waterfall["dp"] < plans["1f1b"].waterfall["dp"]
 
 
+@pytest.mark.sampled(0)
 def test_the_sum_of_a_table_on_the_first_and_last_stage_is_among_their_ranks():
     records = recorded("pp4/1f1b mb5 dp2 bf16", 12)[-1]
     stage = records.stages[0].fewer
@@ -639,6 +649,7 @@ class WithGaps(nn.Module):
         return x + self.layer(self.norms[0](x))
 
 
+@pytest.mark.sampled(0)
 def test_lists_of_modules_with_empty_places_are_searched():
     model, batch = nn.Sequential(*(WithGaps() for _ in range(4))), (torch.ones(8, 16), torch.zeros(8, dtype=torch.long))
     plans = plan_layouts(model, "a100-80gb:1x2", batch)

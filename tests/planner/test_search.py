@@ -42,6 +42,7 @@ def model():
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
 
 
+@pytest.mark.sampled(0)
 def test_a_search_prices_the_best_estimates_and_says_what_it_left_out():
     wide = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
     batch = torch.ones(64, 512), torch.zeros(64, dtype=torch.long)
@@ -57,6 +58,7 @@ def test_a_search_prices_the_best_estimates_and_says_what_it_left_out():
     assert "runner-up" in plans.text()
 
 
+@pytest.mark.sampled(0)
 def test_a_layout_left_out_for_its_estimate_is_estimated_clearly_worse_than_the_best():
     narrow = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     batch = torch.ones(64, 64), torch.zeros(64, dtype=torch.long)
@@ -112,6 +114,7 @@ def test_a_search_ends_however_many_layouts_are_refused():
     assert len(tried) <= 3 * 4 + 4  # one more for each way to cut operators
 
 
+@pytest.mark.sampled(0)
 def test_stages_of_less_than_a_block_are_left_out():
     plans = plan_layouts(model(), "a100-80gb:1x8", BATCH, most_priced=1)
     assert "more stages than alike blocks" in [each["reason"] for each in plans.rejected()]
@@ -127,6 +130,7 @@ def test_options_come_from_what_strategies_declare():
     assert {"pp2/interleaved:v2 mb4 dp2", "pp2 mb4 dp2/zero1", "pp2 mb4 dp2 recompute:full"} <= beside
 
 
+@pytest.mark.sampled(0)
 def test_nothing_that_fits_ends_with_exit_code_2_and_the_nearest():
     line = "plan --model mlp --cluster a100-80gb:1x2 --memory-limit 0.0001 --most-priced 2 --fix dp2 --json"
     found = CliRunner().invoke(app, line.split())
@@ -163,12 +167,14 @@ def test_each_number_of_ranks_gets_its_best_layout():
     assert [each["cluster"] for each in json.loads(found.stdout)["by_ranks"]] == ["a100-80gb:1x1", "a100-80gb:1x2"]
 
 
+@pytest.mark.sampled(0)
 def test_operators_are_not_cut_over_several_nodes():
     plans = plan_layouts(model(), "a100-80gb:2x1", BATCH, most_priced=1)
     assert "operators cut over more than 1 node" in [each["reason"] for each in plans.to_dict()["rejected"]]
     assert all(each.layout.factor("tp") is None for each in plans.layouts)
 
 
+@pytest.mark.sampled(0)
 def test_layouts_left_out_before_are_no_reason_to_price_none():
     batch = torch.ones(64, 16), torch.zeros(64, dtype=torch.long)
     plans = plan_layouts(model(), "a100-80gb:64x1", batch, most_priced=1)
@@ -176,6 +182,7 @@ def test_layouts_left_out_before_are_no_reason_to_price_none():
     assert len(plans.layouts) == 1
 
 
+@pytest.mark.sampled(0)
 def test_the_best_of_a_search_is_the_best_of_all_prices_where_candidates_are_few():
     cluster, batch = "a100-80gb:1x2", (torch.ones(4, 16), torch.zeros(4, dtype=torch.long))
     found = plan_layouts(model(), cluster, batch, without=["pp", "tp"], most_priced=4)
@@ -184,6 +191,7 @@ def test_the_best_of_a_search_is_the_best_of_all_prices_where_candidates_are_few
     assert found.best.step_s <= min(each.step_s for each in every)
 
 
+@pytest.mark.sampled(0)
 def test_several_layouts_are_priced_before_one_is_called_the_best():
     plans = plan_layouts(model(), "a100-80gb:1x4", BATCH, most_priced=6)
     assert len(plans.layouts) >= 3
@@ -225,7 +233,7 @@ def test_estimates_sum_gradients_in_each_microbatch_only_where_the_strategy_does
         assert estimator._share(Layout.parse(f"dp2/{name}").factors[0]).repeated == pytest.approx(repeated), name
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 def test_the_memory_of_recomputed_blocks_is_estimated_near_the_measured_peak_where_backwards_are_split(schedule):
     """A recomputed block's activations stay until the gradients of its weights are computed, which W puts off."""
@@ -318,6 +326,7 @@ def test_fewer_listed_layouts_keep_the_runner_up():
     assert "runner-up" in plans.text()
 
 
+@pytest.mark.sampled(0)
 def test_numbers_of_ranks_have_the_same_nodes_in_any_order():
     found = []
     for ranks in ("6,8", "8,6"):
@@ -328,6 +337,7 @@ def test_numbers_of_ranks_have_the_same_nodes_in_any_order():
     assert found == [{"a100-80gb:1x6", "a100-80gb:1x8"}] * 2
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("fix", "holds"),
     [
@@ -435,6 +445,7 @@ def test_what_a_search_prunes_is_not_better_than_its_best_where_all_can_be_price
     assert found.best.step_s <= 1.005 * steps[best], (str(found.best.layout), best)
 
 
+@pytest.mark.sampled(0)
 def test_an_estimate_of_a_layout_that_fits_by_less_than_its_error_is_priced(monkeypatch):
     """Memory that is estimated a little over the limit is no reason to leave a layout out."""
     estimate = Estimator.estimate
@@ -493,6 +504,7 @@ def pictures_normed():
 PICTURES = torch.randn(16, 3, 8, 8), torch.zeros(16, dtype=torch.long)
 
 
+@pytest.mark.sampled(0)
 def test_a_search_for_a_model_with_batch_norms_has_no_microbatches():
     plans = plan_layouts(pictures_normed(), "a100-80gb:1x4", PICTURES)
     assert len(plans.layouts) >= 2
@@ -522,6 +534,7 @@ def test_batches_of_any_size_are_searched(batch):
     assert plan_layouts(gpt, "a100-80gb:1x8", (tokens, tokens), loss=CrossEntropy()).layouts
 
 
+@pytest.mark.sampled(0)
 def test_microbatches_that_are_left_out_are_not_searched():
     plans = plan_layouts(model(), "a100-80gb:1x2", BATCH, without=["mb"], most_priced=2)
     assert all(each.layout.num_microbatches == 1 for each in plans.layouts)

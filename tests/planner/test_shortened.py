@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import pytest
 import torch
 from torch import nn
 
@@ -18,6 +19,7 @@ def test_a_model_that_is_shortened_twice_keeps_its_head():
     assert plans.shortened(2)[-1].out_features == 1
 
 
+@pytest.mark.sampled(0)
 def test_blocks_of_a_named_sequential_are_known_by_their_names():
     children = {"first": nn.Linear(2, 4), **{f"block{i}": nn.Linear(4, 4) for i in range(6)}, "head": nn.Linear(4, 3)}
     model = nn.Sequential(OrderedDict(children))

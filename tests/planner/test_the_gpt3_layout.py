@@ -29,6 +29,7 @@ def test_the_layout_is_planned_and_drawn_without_its_ranks(tmp_path, capsys):
     assert "s a step" in capsys.readouterr().out
 
 
+@pytest.mark.sampled(0)
 def test_what_it_sends_is_computed_once_for_each_stage_whatever_the_ranks(monkeypatch):
     computed, rehearsed = [], []
     for module, name, calls in ((planning.StepTraffic, "_said_at", computed), (planning, "values_crossing", rehearsed)):

@@ -13,6 +13,7 @@ from shardwright.report import memory
 from shardwright.rng import without_values
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("line", "samples", "ranks", "number"),
     [

@@ -208,6 +208,7 @@ def boxes_of(axes):
     return [path.get_extents() for collection in axes.collections for path in collection.get_paths()]
 
 
+@pytest.mark.sampled(0)
 @settings(max_examples=25)
 @given(any_timelines())
 def test_a_picture_has_a_box_for_each_action_where_and_as_long_as_it_is(timelines):

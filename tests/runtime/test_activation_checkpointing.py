@@ -39,7 +39,7 @@ EQUAL = [
 
 
 @pytest.mark.parametrize(("line", "name"), EQUAL)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(100)
 def test_what_is_computed_again_is_that_of_one_device_and_sends_what_is_stated(line, name):
     check_equal(line, NAMED[name])
     check_traffic(line, NAMED[name])
@@ -82,6 +82,7 @@ MADE += [("dp2 tp2", normed, (6,)), ("tp2", Encoder, (3, 4))]
 MADE += [("pp2/1f1b mb2", wide, (5,)), ("pp2/1f1b mb2 dp2/zero3 tp2", doubled, (8,)), ("pp4 mb2", wide, (5,))]
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("word", ["full", "selective"])
 @pytest.mark.parametrize(("line", "make", "shape"), MADE)
 def test_blocks_that_overwrite_drop_or_keep_statistics_come_out_right(word, line, make, shape):

@@ -18,6 +18,7 @@ NAMED = {case.name: case for case in CASES}
 WORD = "recompute:offload:disk"
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize(
     ("line", "name"),
     [

@@ -52,7 +52,7 @@ def on_threads(work, line):
 
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("line", LINES)
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(100)
 def test_loss_and_gradients_are_those_of_one_device_within_roundings(line, word):
     style = ("gpt2", "llama")[LINES.index(line) % 2]
     verdict = verify(gpt(style=style), f"{line} {word}".removeprefix("single "), [tokens()])
@@ -63,7 +63,7 @@ def test_loss_and_gradients_are_those_of_one_device_within_roundings(line, word)
 
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("line", LINES)
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(100)
 def test_what_is_sent_is_narrow_and_exactly_what_is_said(line, word):
     line = f"{line} {word}".removeprefix("single ")
     inputs, targets = tokens()

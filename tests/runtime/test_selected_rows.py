@@ -120,6 +120,7 @@ LINES = [
 ]
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("how", [masked, masked_tokens, numbered, selected])
 def test_dropout_in_experts_is_that_of_one_device(how, line):
@@ -210,6 +211,7 @@ def test_a_dropout_that_two_mixtures_share_is_refused_by_both_its_names_where_on
     assert verdict.equal, str(verdict)
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize(
     "make", [lambda: Odd("one dropout for all"), lambda: Odd("a function in the loop"), TwoEach],

@@ -110,6 +110,7 @@ def test_the_pages_show_commands():
     assert len([words for _, words in SHOWN if words[0] == "shardwright"]) > 40
 
 
+@pytest.mark.sampled(0)
 def test_every_command_that_a_page_shows_parses_and_its_layout_is_one():
     makefile = (ROOT / "Makefile").read_text()
     for page, words in SHOWN:

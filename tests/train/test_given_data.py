@@ -237,7 +237,7 @@ def test_samples_of_different_shapes_are_refused_with_both():
         global_batch(data, range(2))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("line", ["single", "pp2 mb2", "dp2/zero3", "tp2", "dp2 tp2/2d"])
 def test_a_dataset_that_collates_is_padded_as_one_device_pads_it_under_every_layout(tmp_path, line):
     names = {"model": "mine:pooled", "data": "mine:sentences"}

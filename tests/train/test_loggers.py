@@ -184,6 +184,7 @@ def test_the_same_logger_is_asked_for_once():
     check_loggers([])
 
 
+@pytest.mark.sampled(0)
 def test_rows_and_the_progress_line_tell_the_bubble_memory_and_tokens_of_a_device(tmp_path, capsys):
     train(config(layout="pp2 mb2", steps=2), tmp_path / "run", ranks="threads")
     rows = read_metrics(tmp_path / "run")
@@ -196,6 +197,7 @@ def test_rows_and_the_progress_line_tell_the_bubble_memory_and_tokens_of_a_devic
     assert read_metrics(tmp_path / "other")[0]["bubble"] is None
 
 
+@pytest.mark.sampled(0)
 def test_a_run_is_profiled_for_some_steps_into_its_folder(tmp_path):
     summary = train(config(layout="dp2", steps=7, profile=2), tmp_path / "run", ranks="threads")
     trace = (tmp_path / "run" / "trace.json").read_text()

@@ -56,6 +56,7 @@ def refused(kind, *args, **named):
 # ---- samples
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("line", ["single", "dp3", "dp2 tp2", "dp8", "dp2 mb3"])
 def test_every_sample_is_trained_on_once_in_an_epoch(tmp_path, monkeypatch, line):
     (tmp_path / "text").write_bytes(bytes(range(256)) * 2)
@@ -76,6 +77,7 @@ def test_every_sample_is_trained_on_once_in_an_epoch(tmp_path, monkeypatch, line
     assert sorted(seen) == list(range(size))
 
 
+@pytest.mark.sampled(0)
 def test_a_convnet_learns_from_a_cifar_folder_the_same_under_any_layout(tmp_path):
     lines = ("dp3", "tp2", "pp3/cut:conv1,fc,out mb3", "pp2/zb-h1 mb2 tp2")
     draw = np.random.default_rng(0)

@@ -157,6 +157,7 @@ DAMAGED += [
 ]
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_damaged_rows_of_metrics_are_dropped_with_one_warning_and_the_run_goes_on(tmp_path, capsys, place):
     out = tmp_path / "run"
@@ -305,7 +306,7 @@ def test_it_is_said_once_whether_the_last_step_could_be_saved(tmp_path, monkeypa
 @pytest.mark.parametrize("line", ["single", "dp2", "dp2 fp16", "dp2/zero3 fp16"])
 @pytest.mark.parametrize("clip", [0, 1])
 @pytest.mark.parametrize("name", ["step", "take"])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(0)
 def test_an_error_before_the_update_saves_the_last_step_without_clipping_and_in_fp16_too(
     tmp_path, monkeypatch, line, clip, name
 ):
@@ -433,6 +434,7 @@ def test_an_error_of_ours_that_all_ranks_raise_in_a_later_step_saves_the_last_co
 # ---- checkpoints beside training
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("line", ["single", "dp2/zero1 tp2"])
 def test_a_run_that_saves_beside_training_is_the_same_run(tmp_path, line):
     for name, beside in (("waits", False), ("beside", True)):
@@ -516,6 +518,7 @@ def test_a_resumed_run_can_be_told_to_wait_for_its_saves_again(tmp_path):
 # ---- an early warning
 
 
+@pytest.mark.sampled(0)
 def test_an_early_warning_saves_and_the_run_goes_on(tmp_path, monkeypatch):
     plain = loop._Training._step
 
@@ -616,6 +619,7 @@ def test_the_next_attempt_checks_what_a_resume_checks(tmp_path, monkeypatch, cou
     assert (accepted["steps"], accepted["layout"]) == (5, "single")
 
 
+@pytest.mark.sampled(0)
 def test_auto_fit_takes_the_ranks_that_are_there_and_says_so(tmp_path, monkeypatch):
     out = tmp_path / "run"
     train(config(stop_at=3, layout="dp2/zero1 tp2"), out, ranks="threads")

@@ -19,6 +19,7 @@ def run(out, line, steps, **options):
     return train(config, out, resume=(out / "metrics.jsonl").exists(), ranks="threads")
 
 
+@pytest.mark.sampled(0)
 def test_the_same_run_has_the_same_curve_under_any_layout(tmp_path):
     for line in ("single", "dp3", "tp2", "dp2 tp2 mb2"):
         run(tmp_path / line, line, 6)
@@ -28,6 +29,7 @@ def test_the_same_run_has_the_same_curve_under_any_layout(tmp_path):
         assert losses_of(tmp_path / line) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.sampled(0)
 def test_a_run_resumed_under_the_same_layout_repeats_the_uninterrupted_one_bit_for_bit(tmp_path):
     run(tmp_path / "whole", "dp2", 8)
     run(tmp_path / "parts", "dp2", 5)
@@ -35,6 +37,7 @@ def test_a_run_resumed_under_the_same_layout_repeats_the_uninterrupted_one_bit_f
     assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
 
 
+@pytest.mark.sampled(0)
 def test_a_run_resumed_under_another_layout_follows_the_uninterrupted_one(tmp_path):
     run(tmp_path / "whole", "single", 8)
     run(tmp_path / "parts", "dp2 tp2", 4)

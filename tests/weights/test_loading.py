@@ -76,6 +76,7 @@ def _load_and_train(world, line, sources):
     return same(one[1], other[1])
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("line", LAYOUTS)
 def test_a_run_filled_from_files_is_and_trains_as_one_that_began_with_the_values(sources, line):
     assert all(launch(_load_and_train, line, sources))
@@ -135,6 +136,7 @@ def _once(name):
     return None if name == "head.weight" else f"model.{name}"
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("line", ["dp4/zero3", "tp2", "pp2 mb2 dp2/zero1", "tp2x2x2/3d", "dp2/zero1 bf16"])
 def test_a_rank_reads_its_own_bytes_and_holds_one_slab_at_a_time(sources, line, monkeypatch):
     monkeypatch.setattr(torch_records, "LEAST_RUN_BYTES", 0)
@@ -292,6 +294,7 @@ def _state_dicts(world, line, how):
     return one[0] == other[0] and same(one[1], other[1])
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("how", ["whole", "of one rank", "parts"])
 @pytest.mark.parametrize("line", ["dp2/zero3", "pp2 mb2 dp2/zero1 tp2", "dp2/zero1 bf16"])
 def test_a_state_dict_reaches_master_weights_and_shards(line, how):

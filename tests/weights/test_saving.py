@@ -48,7 +48,7 @@ def _write(world, line, folder):
     return [sw.save_weights(run, folder / to, format=kind, max_file_bytes=1500) for to, kind in TO.items()]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("line", LAYOUTS)
 def test_every_format_has_the_plain_model_to_the_bit_and_a_plain_model_loads_it(tmp_path, line):
     outcomes = sw.launch(_write, Layout.parse(line), line, tmp_path, ranks="threads")

@@ -59,18 +59,19 @@ def other_means(
             if call.argument(2, "weight") is not None:
                 is_other = not any(use.dtype.is_floating_point and use.kind != "constant" for use in times)
             else:
-                left = _LeftOut(int(call.argument(4, "ignore_index", -100)), numbers.number(call.argument(1, "target")))
-                is_other = numbers.leaves_out(left, times, targets)
+                ignored, classes = int(call.argument(4, "ignore_index", -100)), call.argument(1, "target")
+                count = _ClassCount(ignored, numbers.number(classes))
+                is_other = numbers.leaves_out(count, times, targets)
         elif call.name.removesuffix("_") == "div" and len(call.operands) == 2:
             whole, divisor = call.operands
             is_mean = whole in sums and whole in trained and divisor not in trained and numbers.sums_samples(divisor)
             if not is_mean:
                 continue
-            left, times = numbers.left_out(divisor), numbers.multiplied_by(call.results[0])
-            if left is None:
+            count, times = numbers.class_count(divisor), numbers.multiplied_by(call.results[0])
+            if count is None:
                 is_other = all(numbers.number(use) != numbers.number(divisor) for use in times)
             else:
-                is_other = numbers.leaves_out(left, times, targets)
+                is_other = numbers.leaves_out(count, times, targets)
         if is_other:
             found.append(call)
     return found
@@ -81,8 +82,8 @@ def sum_call(recording: Recording, axes: RunAxes, loss: TensorUse) -> RecordedCa
     return _LossNumbers(recording, axes, None).undivided(loss)
 
 
-class _LeftOut(NamedTuple):
-    """The class of which targets are not counted, and the number of the targets (:meth:`_LossNumbers.number`)."""
+class _ClassCount(NamedTuple):
+    """A count of targets but those of one class: the class, and which targets (:meth:`_LossNumbers.number`)."""
 
     ignored: int
     targets: int
@@ -123,23 +124,23 @@ class _LossNumbers:
             call.operands[0].kind != "constant" and self._has_samples(call.operands[0]) and not self._has_samples(use)
         )
 
-    def left_out(self, use: TensorUse) -> _LeftOut | None:
+    def class_count(self, use: TensorUse) -> _ClassCount | None:
         """Returns the class of which the targets are not counted, if a value counts all others, or else None."""
         call = self._maker.get(self._source(use))
         kept = None if call is None or call.name != "sum" else self._maker.get(self._source(call.operands[0]))
         compared = None if kept is None else kept if kept.name == "ne" else self._equal(kept)
         number = None if compared is None else compared.args[1]
-        return _LeftOut(number, self.number(compared.operands[0])) if compared and isinstance(number, int) else None
+        return _ClassCount(number, self.number(compared.operands[0])) if compared and isinstance(number, int) else None
 
-    def leaves_out(self, left: _LeftOut, times: Collection[TensorUse], targets: Any) -> bool:
+    def leaves_out(self, count: _ClassCount, times: Collection[TensorUse], targets: Any) -> bool:
         """Returns whether a mean leaves out targets of a class, and is not multiplied by the count of the others.
 
         ``times`` are what it is multiplied by: the count of all of a batch's targets is not that of the mean's, which
         may be some of them. A class below 0 is left out if a target has it.
         """
-        if left.ignored == self._counted or any(self.left_out(use) == left for use in times):
+        if count.ignored == self._counted or any(self.class_count(use) == count for use in times):
             return False
-        return left.ignored >= 0 or _has_class(targets, left.ignored)
+        return count.ignored >= 0 or _has_class(targets, count.ignored)
 
     def undivided(self, use: TensorUse) -> RecordedCall | None:
         """Returns the sum over samples that a number is, or that is a term of it, or None."""

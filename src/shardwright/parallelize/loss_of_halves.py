@@ -76,7 +76,7 @@ def difference_of_halves(loss: nn.Module, output: Any, targets: Any) -> tuple[fl
     return means if abs(means[0] - means[1]) > most * scale else None
 
 
-class _Losses(NamedTuple):
+class _SumRecord(NamedTuple):
     """Sums and counts of the first samples, and of each half of these; and the dtypes of the sums."""
 
     values: list[list[float]]
@@ -85,7 +85,7 @@ class _Losses(NamedTuple):
 
 def _losses(
     loss: nn.Module, output: Any, targets: Any, half: int, dtype: torch.dtype | None = None
-) -> _Losses | None:
+) -> _SumRecord | None:
     """Returns the losses of the first two halves, of ``half`` samples each, or None if they cannot be computed.
 
     With ``dtype`` the loss is given tensors of it in place of floating-point ones.
@@ -97,16 +97,16 @@ def _losses(
 
     pairs = list[tuple[Tensor, Tensor]]()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=()), other_generators() as drawn, _Refusing():
+        with torch.no_grad(), torch.random.fork_rng(devices=()), other_generators() as drawn, _RefusesDraws():
             for start, stop in ((0, 2 * half), (0, half), (half, 2 * half)):
                 given = tree_map_only(Tensor, partial(part, start, stop), (output, targets))
                 pairs.append(sum_and_count(copied(loss, {})(*given)))
-    except Exception:  # of the user's own code, which may need all samples, or cannot be copied; or of _Refusing
+    except Exception:  # of the user's own code, which may need all samples, or cannot be copied; or of _RefusesDraws
         return None
     if drawn:
         return None
     values = torch.stack([torch.stack([each.double() for each in pair]) for pair in pairs]).tolist()
-    return _Losses(values, {total.dtype for total, _ in pairs})
+    return _SumRecord(values, {total.dtype for total, _ in pairs})
 
 
 def warn_of_halves(loss: nn.Module, output: Any, targets: Any, stacklevel: int) -> None:
@@ -121,7 +121,7 @@ def warn_of_halves(loss: nn.Module, output: Any, targets: Any, stacklevel: int) 
         )
 
 
-class _Refusing(DispatchMode):
+class _RefusesDraws(DispatchMode):
     """Raises an error where an operator draws random numbers, or waits for other ranks, which may not call it."""
 
     def __torch_dispatch__(

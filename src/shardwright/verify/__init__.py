@@ -21,8 +21,8 @@ afterwards. Kernels and collectives may add in another order at every run. That 
 
 A floating-point buffer that the steps change is compared like a parameter; any other must be equal bit for bit. A
 layout in bf16 or fp16 is compared with the same reference: the loss and gradients of one step, within a few roundings
-(``ROUNDINGS``). In bf16 a tensor that differs by more, as behind BatchNorm and ReLU, is allowed three times what plain
-torch in bf16 differs by on one device, and less than a half (``MAX_ERROR``).
+(``ROUNDINGS``). A tensor that differs by more, as behind BatchNorm and ReLU, is allowed three times what plain torch in
+that dtype differs by on one device, in fp16 with a loss scale, and less than a half (``MAX_ERROR``).
 
 A layout with ``compile`` first takes steps that count for nothing, so that all steps that are compared run compiled.
 The reference is plain torch, uncompiled, and the tolerance is the same: a compiler may only order sums differently.
@@ -87,6 +87,7 @@ from shardwright.verify.reference import (
     TrainingOutcome,
     copied_buffers,
     copied_gradients,
+    first_not_finite,
     narrow_errors,
     own_errors,
     reference,
@@ -189,7 +190,8 @@ def verify(
         if not why:
             raise
     else:
-        why = "" if math.isfinite(verdict.loss_error) else _only_in_float32(model, loss, batches[0])
+        is_number = math.isfinite(verdict.loss_error) and not math.isnan(verdict.gradients_error)
+        why = "" if is_number else _only_in_float32(model, loss, batches[0])
         if not why:
             return verdict
     return replace(compared(torch.float32), only_float32=why)
@@ -209,7 +211,8 @@ def _only_in_float32(model: nn.Module, loss: nn.Module, batch: Batch) -> str:
 def _error_in(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batch) -> str | None:
     """Returns why a step of a copy of the model by plain torch has no result in ``dtype``; None if it has one.
 
-    It is the first line of an error, that the forward converts a parameter, or that the loss is not finite.
+    It is the first line of an error, that the forward converts a parameter, or that the loss or a gradient is not
+    finite.
     """
     own = structural_copy(model, partial(_cast, dtype))
     if any(tensor.is_meta for tensor in (*own.parameters(), *own.buffers())):
@@ -224,7 +227,10 @@ def _error_in(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batc
         if parameter.is_floating_point() and parameter.dtype != dtype:
             return f"its forward converts '{name}' to {str(parameter.dtype).removeprefix('torch.')}"
     has_values = not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    return f"its loss is {found.item()}" if has_values and not found.isfinite() else None
+    if has_values and not found.isfinite():
+        return f"its loss is {found.item()}"
+    unknown = first_not_finite({name: parameter.grad for name, parameter in own.named_parameters()})
+    return f"the gradient of '{unknown}' is not finite" if has_values and unknown else None
 
 
 def _compared(
@@ -417,9 +423,12 @@ def _presence(name: str, expected: TrainingOutcome, found: Mapping[int, Training
 
 
 def _nan_of(expected: TrainingOutcome) -> str:
-    """Returns text on the first loss of one device that is not finite, so that nothing equals it; empty without one."""
+    """Returns text on a loss or gradient of one device that is not finite, so that nothing equals it; or nothing."""
     found = next(((n, each) for n, each in enumerate(expected.losses, 1) if not math.isfinite(each)), None)
-    return "" if found is None else f"the loss of one device itself is {found[1]} in step {found[0]}"
+    if found is not None:
+        return f"the loss of one device itself is {found[1]} in step {found[0]}"
+    unknown = first_not_finite(expected.gradients)
+    return f"the gradient of '{unknown}' on one device itself is not finite" if unknown else ""
 
 
 def _largest(errors: Iterable[float]) -> float:
@@ -465,7 +474,7 @@ def _compare(
     kinds = {"gradients": gradients, "later": later}
     every = ((kind, name, error) for kind, errors in kinds.items() for name, error in errors.items())
     differing = {(kind, name): error for kind, name, error in every if not error <= tolerance}
-    own = measure(differing) if differs and narrow != torch.float16 else None  # without a loss scale it underflows
+    own = measure(differing) if differs else None
     allowed, own_error = _allowed(own, tolerance)
     errors = {
         name: _largest((gradients.get(name, 0.0), parameters.get(name, 0.0))) for name in expected.parameters

@@ -48,6 +48,7 @@ from shardwright.plan.batch_shard import microbatch_samples
 from shardwright.plan.plan import Plan
 from shardwright.rng import RngTracker
 from shardwright.runtime.keyed_draws import key_draws
+from shardwright.runtime.mixed_precision import LEAST_SCALE, LossScale
 
 FLOOR = 1e-3
 """The least divisor of a tensor's error, as a share of the largest absolute entry of all tensors compared."""
@@ -121,9 +122,9 @@ def reference(
     ``draws`` are the random function calls that a recorded forward of the model has made. ``eps`` is AdamW's; by
     default it is ``EPS`` times the largest absolute entry of the first step's gradients. ``shift(name, value)`` may
     change each parameter's initial value, in place. ``forward`` is a context in which the forwards run. ``narrow`` is
-    a dtype in which all is computed, as under a layout in bf16. The loss is multiplied by ``scale`` before the
-    backward, and gradients are divided by it: where the model computes in a narrower dtype, each scale rounds
-    otherwise.
+    a dtype in which all is computed, as under a layout in bf16; in fp16 the loss is computed in float32, as sums of
+    losses are soon infinite. The loss is multiplied by ``scale`` before the backward, and gradients are divided by it:
+    where the model computes in a narrower dtype, each scale rounds otherwise, and in fp16 no gradient is lost.
 
     Raises: PlanError: the copy still holds a module, parameter or buffer of ``plain``, or torch refuses a microbatch
         of the plan.
@@ -154,7 +155,10 @@ def reference(
         for rng.samples, (inputs, targets) in _parts(plan, batch):
             moves = IgnoresDeviceMoves(place) if on_several else nullcontext()
             with moves, forward or nullcontext(), torch_errors_explained(plan):
-                sums.append(sum_and_count(loss(call_model(model, inputs), unmarked(targets))))
+                output = call_model(model, inputs)
+                if narrow == torch.float16:
+                    output, targets = tree_map_only(Tensor, partial(_narrowed, torch.float32), (output, targets))
+                sums.append(sum_and_count(loss(output, unmarked(targets))))
         loss_sum = torch.stack([each for each, _ in sums]).sum()
         mean, divisor = mean_of(loss_sum, sum(float(count.detach()) for _, count in sums))
         if any(count.requires_grad for _, count in sums):  # a mean by weights that the model computes
@@ -164,15 +168,17 @@ def reference(
         # a loss in float32 would round 1 / divisor, and with it every gradient
         is_wide = _bits([loss_sum]) >= _bits(model.parameters())
         ((mean if is_wide else loss_sum) * scale).backward()
-        for parameter in model.parameters():
-            if parameter.grad is not None:  # a new tensor: parameters may share a gradient
-                parameter.grad = parameter.grad / (scale if is_wide else divisor * scale)
+        times = scale if is_wide else divisor * scale
         if step == 0:
-            outcome.gradients = copied_gradients(dict(model.named_parameters()))
+            scaled = copied_gradients(dict(model.named_parameters()))
+            outcome.gradients = {name: None if grad is None else _divided(grad, times) for name, grad in scaled.items()}
             largest = EPS * _largest(outcome.gradients)
             usable = largest if 0.0 < largest < math.inf else 1e-8  # NaN is not: the comparison says so then
             outcome.eps = usable if eps is None else eps
             optimizer.param_groups[0]["eps"] = outcome.eps
+        for parameter in model.parameters():
+            if parameter.grad is not None:  # a new tensor: parameters may share a gradient
+                parameter.grad = parameter.grad / times
         optimizer.step()
     outcome.parameters = {name: p.detach().cpu() for name, p in model.named_parameters()}
     # buffers that the steps have added are caches
@@ -195,6 +201,11 @@ def _narrow(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _narrowed(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _divided(gradient: Tensor, scale: float) -> Tensor:
+    """Returns a gradient over the scale of its loss; one in fp16, which would become 0 there, in float64."""
+    return (gradient.double() if gradient.dtype == torch.float16 else gradient) / scale
 
 
 def _bits(tensors: Iterable[Tensor]) -> int:
@@ -236,6 +247,11 @@ def scales(named: Mapping[str, Tensor | None], floor: float) -> dict[str, float]
     """
     least = floor * _largest(named)
     return {name: max(_largest({name: tensor}), least) or 1.0 for name, tensor in named.items()}
+
+
+def first_not_finite(named: Mapping[str, Tensor | None]) -> str:
+    """Returns the name of the first tensor that has a NaN or infinite element, or ""."""
+    return next((name for name, each in named.items() if each is not None and not each.isfinite().all()), "")
 
 
 def _largest(named: Mapping[str, Tensor | None]) -> float:
@@ -369,16 +385,27 @@ def narrow_errors(
     errors, losses = dict[str, float](), []
     steps = [(0.0, "cpu"), (quarter, "cpu"), (-quarter, "cpu"), *([(0.0, device)] if device != "cpu" else [])]
     for number, (step, place) in enumerate(steps):
-        found = reference(
-            plain, loss, batches[:1], seed, plan, draws, eps=expected.eps, shift=partial(_shift, step, number),
-            narrow=narrow, device=place,
+        run = partial(
+            reference, plain, loss, batches[:1], seed, plan, draws, eps=expected.eps,
+            shift=partial(_shift, step, number), narrow=narrow, device=place,
         )  # fmt: skip
+        found = _with_loss_scale(run) if narrow == torch.float16 else run()
         for name, scale in scales(expected.gradients, floor).items():
             a, b = found.gradients.get(name), expected.gradients[name]
             if a is not None and b is not None and b.numel():
                 errors[name] = max(errors.get(name, 0.0), float((a.to(b.dtype) - b).abs().max()) / scale)
         losses.append(abs(found.losses[0] - expected.losses[0]) / max(abs(expected.losses[0]), 1e-30))
     return DeviceDifference(narrow, max(losses), errors, {})
+
+
+def _with_loss_scale(run: Callable[..., TrainingOutcome]) -> TrainingOutcome:
+    """Returns the outcome under the largest loss scale at which no gradient overflows, as a run in fp16 finds it."""
+    scale = LossScale()
+    while True:
+        found = run(scale=scale.value)
+        if not first_not_finite(found.gradients) or scale.value <= LEAST_SCALE:
+            return found
+        scale.update(finite=False)
 
 
 def _shift(step: float, number: int, name: str, value: Tensor) -> None:

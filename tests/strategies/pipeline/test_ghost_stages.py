@@ -690,6 +690,7 @@ class TrimsAndCounts(Layers):
         return y.mean(1) * (1 + number)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("model", "line"),
     [

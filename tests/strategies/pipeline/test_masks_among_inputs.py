@@ -63,13 +63,14 @@ def test_a_model_whose_mask_leaves_as_many_tokens_of_each_sample_is_equal(line):
     assert verdict.equal, str(verdict)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("line", LINES)
 def test_masks_that_leave_other_numbers_of_tokens_in_later_steps_are_followed(line):
     batches = [batch(num_hidden, seed) for seed, num_hidden in enumerate((4, 2, 5, 4, 2))]
     assert losses(line, batches) == pytest.approx(losses("single", batches), rel=1e-5)
 
 
+@pytest.mark.sampled(0)
 def test_microbatches_of_one_step_may_leave_other_numbers_of_tokens():
     (inputs, targets), (others, wanted) = batch(4, num=4), batch(3, 1, num=4)
     joined = {name: torch.cat([inputs[name], others[name]]) for name in inputs}, torch.cat([targets, wanted])

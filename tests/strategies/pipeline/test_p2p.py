@@ -11,6 +11,7 @@ from shardwright.strategies.pipeline.p2p import KEPT_KEYS, LEAST_BYTES
 from shardwright.strategies.pipeline.pipeline_stage import POSTED_AHEAD
 
 
+@pytest.mark.sampled(0)
 def test_specs_of_shapes_that_change_from_step_to_step_are_dropped_and_announced_again():
     def batch(size):
         return torch.ones(size, 4), torch.zeros(size, dtype=torch.int64)

@@ -49,6 +49,7 @@ def test_every_schedule_runs_to_its_end(schedule):
     assert not any(left_over(schedule))
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_microbatches", [1, 65])
 def test_every_schedule_runs_on_64_stages(name, num_microbatches):

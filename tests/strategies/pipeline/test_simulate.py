@@ -177,7 +177,7 @@ def test_a_deadlock_is_told_in_place_of_a_time():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(100)
 def test_64_stages_and_1024_microbatches_are_built_in_a_second_and_simulated_in_two(name):
     schedule = build(name, 64, 1024)
     times, memory = ChunkTimes.equal(schedule.num_chunks), ChunkMemory.equal(schedule.num_chunks)

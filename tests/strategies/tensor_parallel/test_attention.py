@@ -70,7 +70,7 @@ CHANGED = [
 @pytest.mark.parametrize("line", ["tp2", "tp2x2/2d", "tp2x2x2/3d"])
 @pytest.mark.parametrize("style", ["gpt2", "llama"])
 @pytest.mark.parametrize("change", CHANGED, ids=lambda change: change.__name__)
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(100)
 def test_an_attention_that_was_changed_stays_whole_and_show_says_so(change, style, line):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

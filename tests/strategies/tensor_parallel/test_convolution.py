@@ -186,7 +186,7 @@ def lays_out(line: str, case: Case) -> bool:
 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(100)
 def test_a_convolutional_model_equals_one_device_and_sends_what_it_says(case, line):
     if lays_out(line, case):
         check(line, case)
@@ -202,7 +202,7 @@ def test_the_convnet_equals_one_device_and_sends_what_it_says(line):
 
 
 @pytest.mark.parametrize("line", ["dp8", "tp2/sp", "dp2 tp2/sp", "tp2x2x1/3d", "dp2 tp2x1x2/2.5d"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(100)
 def test_norms_share_statistics_over_every_axis_that_cuts_samples(line):
     check(line, RESNET)  # eight ranks, seven samples: one rank has none
 
@@ -393,7 +393,7 @@ def on_one_device(case: Case):
 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("case", [RESNET, CASES[2], CASES[5]], ids=str)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(100)
 def test_running_statistics_are_those_of_one_device_on_every_rank(case, line):
     expected = on_one_device(case)
     for rank in buffers_after_two_steps(line, case):

@@ -84,7 +84,7 @@ TWICE = [PairTwice, PairTwiceAndLast, ByItsSecondName, ResidualAroundOne, Convol
 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("kind", TWICE, ids=lambda kind: kind.__name__)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(100)
 def test_a_module_with_two_names_comes_out_right(kind, line):
     with without_values():
         model = kind()
@@ -116,7 +116,7 @@ def test_a_head_with_two_names_is_a_layer_like_any_other(line, tied):
 
 
 @pytest.mark.parametrize("line", LINES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(100)
 def test_blocks_in_two_places_come_out_right(line):
     with without_values():
         model = GPT(GPTConfig(num_layers=3, width=24, num_heads=3, vocabulary=19))

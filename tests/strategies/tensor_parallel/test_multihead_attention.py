@@ -272,7 +272,7 @@ def check_equal(kind: type[Model], line: str) -> None:
 
 @pytest.mark.parametrize("line", ["tp3/sp", "tp2x2/2d"])
 @pytest.mark.parametrize("kind", CUT, ids=lambda kind: kind.__name__)
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(100)
 def test_an_attention_cut_by_heads_equals_torchs(kind, line):
     check_equal(kind, line)
 
@@ -281,7 +281,7 @@ def test_an_attention_cut_by_heads_equals_torchs(kind, line):
     "line", ["tp3", "dp2 tp2 mb2", "tp2x2x2/2.5d", "tp2x2x2/3d", "tp2x2/2d:summa", "tp4/sp/regather"]
 )
 @pytest.mark.parametrize("kind", [PaddingAndMaskOfEachSample, ThreeInputs, DropsWeights, DropsInDimOne])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(100)
 def test_an_attention_cut_by_heads_equals_torchs_in_every_mode(kind, line):
     check_equal(kind, line)
 
@@ -301,7 +301,7 @@ class OfFewTokens:
 
 @pytest.mark.parametrize("line", ["tp2", "tp3/sp"])
 @pytest.mark.parametrize("kind", CUT, ids=lambda kind: kind.__name__)
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(100)
 def test_an_attention_sends_and_holds_what_the_plan_says(kind, line):
     case, strategies = Case(kind, MeanSquaredError()), [OfFewTokens(STRATEGIES["tensor_1d"])]
     assert is_cut(case, line)
@@ -311,7 +311,7 @@ def test_an_attention_sends_and_holds_what_the_plan_says(kind, line):
 
 @pytest.mark.parametrize("line", ["tp2x2/2d", "tp2x2x2/3d", "tp2x2/2d/regather"])
 @pytest.mark.parametrize("kind", [OtherWidths, MaskOfEachSample, SamplesInDimOne, PartlyFrozen])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(100)
 def test_an_attention_on_a_grid_sends_and_holds_what_the_plan_says(kind, line):
     case = Case(kind, MeanSquaredError())
     check_shapes(line, case)
@@ -345,16 +345,19 @@ INSIDE = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("kind", INSIDE, ids=lambda kind: kind.__name__)
 def test_fewer_heads_than_ranks_are_cut_inside(kind):
     check_equal(kind, "tp5")
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("line", ["tp6/sp", "tp2x5/2d:summa", "tp2x1x5/2.5d", "tp1x2x5/3d/regather", "dp2 tp5 mb2"])
 def test_fewer_heads_than_ranks_are_cut_inside_in_every_mode(line):
     check_equal(PaddingAndMaskOfEachSample, line)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("kind", "line"),
     [(LearnsValuesAlone, "tp5"), (LearnedPadding, "tp5"), (WeightsOfEachHead, "tp2x5/2d"), (PartlyFrozen, "tp2x5/2d")],
@@ -664,6 +667,7 @@ def test_a_sequence_without_samples_attends_as_torchs(batch_first, options):
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.sampled(0)
 def test_a_sequence_without_samples_cannot_gather_them_and_says_so():
     class Lonely(Model):
         def attend(self, x):

@@ -42,7 +42,7 @@ def plan_of(model, line):
 
 @pytest.mark.parametrize("line", [*GRIDS, "tp5"])
 @pytest.mark.parametrize(("width", "hidden"), [(1, 12), (12, 1), (3, 2), (2, 3)])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(100)
 def test_a_model_with_a_layer_that_is_too_narrow_is_cut_elsewhere_and_right(width, hidden, line):
     with without_values():
         model = Narrow(width, hidden)
@@ -63,7 +63,7 @@ NARROW = {
 
 
 @pytest.mark.parametrize("what", NARROW)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(0)
 def test_what_is_too_small_for_the_grid_stays_whole_and_show_says_why(what):
     style, width, vocabulary, line, layer, size = NARROW[what]
     with without_values():

@@ -205,6 +205,7 @@ COPIES = (
 )
 
 
+@pytest.mark.sampled(0)
 @example((*COPIES, grid("CCF", 2, 2, 2)), 1, False)
 @example((*WHOLE_INPUT, grid("TTF", 2, 2, 2)), 1, False)
 @example((*TWO_ORDERS, grid("TT", 2, 3)), 1, False)

@@ -39,7 +39,7 @@ def batch(num=5):
 
 @pytest.mark.parametrize("line", ["tp2", "tp3", "dp2/zero3 tp2", "pp2/1f1b mb2 tp2"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(100)
 def test_features_of_nodes_are_cut_whatever_adds_up_their_messages(way, line):
     torch.manual_seed(0)
     model = nn.ModuleList([GraphLayer(way), GraphLayer(way)])

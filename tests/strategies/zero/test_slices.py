@@ -60,7 +60,7 @@ def on_threads(work, line):
     ("stage", "num_microbatches", "times"),
     [(1, 1, 2), (1, 3, 2), (2, 1, 2), (2, 3, 4), (3, 1, 3), (3, 3, 9)],
 )
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(100)
 def test_a_step_moves_2_and_m_plus_1_and_3m_times_the_parameters(stage, num_microbatches, times, size, tied):
     line = f"dp{size}/zero{stage}/bucket:0 mb{num_microbatches}"
     num_bytes = sum(p.numel() for p in gpt(tied=tied).parameters()) * 8
