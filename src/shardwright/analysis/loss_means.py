@@ -67,11 +67,11 @@ def other_means(
             is_mean = whole in sums and whole in trained and divisor not in trained and numbers.sums_samples(divisor)
             if not is_mean:
                 continue
-            count, times = numbers.class_count(divisor), numbers.multiplied_by(call.results[0])
-            if count is None:
+            of_classes, times = numbers.class_count(divisor), numbers.multiplied_by(call.results[0])
+            if of_classes is None:
                 is_other = all(numbers.number(use) != numbers.number(divisor) for use in times)
             else:
-                is_other = numbers.leaves_out(count, times, targets)
+                is_other = numbers.leaves_out(of_classes, times, targets)
         if is_other:
             found.append(call)
     return found
