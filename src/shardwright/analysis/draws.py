@@ -172,6 +172,15 @@ class Draws:
         """
         for path, function in self.across if cuts_samples else ():
             warn_of_meeting(f"'{path or 'the model'}'", function, stacklevel=2)
+        self._check_kinds()
+        self._check_others(are_threads=are_threads, cuts=cuts)
+        if cut_layers:
+            self._check_layers(cut_layers)
+        if cuts_batch:
+            self._check_samples()
+
+    def _check_kinds(self) -> None:
+        """Raises PlanError for draws that have no numbers of the library's: of other operators, or in a backward."""
         for path, name in self.unkeyed:
             raise PlanError(
                 f"'{path or 'the model'}' draws random numbers that would depend on the layout",
@@ -186,6 +195,9 @@ class Draws:
                 allowed="random numbers that a forward draws; one rank and one microbatch",
                 fix="draw them in the forward of the function, and keep them with ctx.save_for_backward",
             )
+
+    def _check_others(self, *, are_threads: bool, cuts: bool) -> None:
+        """Raises PlanError for draws from generators other than torch's that a layout would change."""
         unseeded = [name for name in self.others if are_threads or cuts or name not in self.seeded]
         if unseeded:
             names, is_shared = " and ".join(unseeded), not cuts and set(unseeded) <= {*self.seeded}
@@ -199,7 +211,10 @@ class Draws:
                 fix=("launch with ranks='processes', " if is_shared else "")
                 + "draw with torch.rand, or draw in the data loader",
             )
-        for path in self.alone if cut_layers else ():
+
+    def _check_layers(self, cut_layers: Collection[str]) -> None:
+        """Raises PlanError for draws of one sample alone inside of layers of whose activations ranks hold parts."""
+        for path in self.alone:
             layer = next((layer for layer in cut_layers if is_inside(path, layer)), None)
             if layer is not None:
                 raise PlanError(
@@ -208,13 +223,16 @@ class Draws:
                     allowed="such loops under dp, ZeRO and pp; draws for all samples at once",
                     fix="set the dropout's p to 0, compute all samples at once, or leave out tp",
                 )
-        for path in sorted(self.counted) if cuts_batch else ():
+
+    def _check_samples(self) -> None:
+        """Raises PlanError for draws that depend on which samples of a batch a rank or microbatch has."""
+        for path in sorted(self.counted):
             warn(
                 f"{path or 'the model'!r} draws random numbers once for each sample, and nothing shows for which: they "
                 "are taken to be in the order of the batch, which verify checks",
-                stacklevel=3,
+                stacklevel=4,
             )
-        for key, place in self.places.items() if cuts_batch else ():
+        for key, place in self.places.items():
             path = key[0]
             if key in self.seeds and place is not None:
                 raise PlanError(

@@ -383,14 +383,17 @@ def key_draws(
     keyed = KeyedDraws(rng, draws, shared, cuts_batch=cuts_batch, cuts_code=cuts_code)
     rng.draw = keyed.draw
     drawing = None if draws is None else draws.in_modules()
-    of_layer = {*(cuts or {}), *with_samples_in_dim_1(model)}
+    of_layer = {*with_samples_in_dim_1(model)}
+    of_cut = {*(cuts or {})}
     others = set()
     for path, module in model.named_modules():
         places = {FIRST} if drawing is None else drawing.get(path, {FIRST})
         if type(module) is nn.MultiheadAttention and "forward" not in vars(module) and ALONE not in places:
             continue  # the layer itself is keyed, and so is dropout of samples in dim 0, or where a layer is known
         if type(module) in KEYED and (
-            places == {FIRST} or (path in of_layer and places.isdisjoint((ALONE, MIXED, SELECTED)))
+            places == {FIRST}
+            or (path in of_layer and places.isdisjoint((ALONE, MIXED, SELECTED)))
+            or (path in of_cut and places <= {FIRST, None})
         ):
             continue
         draws_itself = _may_draw(module) if drawing is None else path in drawing
