@@ -173,3 +173,135 @@ def test_a_model_whose_own_loss_is_a_mean_over_labels_is_not_named(name):
     batch = {"x": x, "mask": torch.ones(x.shape), "labels": labels}
     texts, _ = warned(WithLoss(INNER_MEANS[name]), "dp2", batch, sw.ModelLoss(shifted=False))
     assert not texts
+
+
+def in_a_step(loss, targets=None, line="dp2", samples=8):
+    """What a step warns of, on two ranks that are threads."""
+    x = torch.randn(samples, 4)
+    texts, _ = warned(nn.Linear(4, 3), line, (x, torch.randn(samples, 3) if targets is None else targets), loss)
+    return texts
+
+
+def squares(output, targets):
+    return (output - targets).square().sum(), targets.numel()
+
+
+def sending(world):
+    """A loss that adds its targets up over the ranks."""
+    axis = world.everyone()
+
+    def loss(output, targets):
+        if not output.is_meta:
+            axis.all_reduce(targets.sum(0))
+        return squares(output, targets)
+
+    return loss
+
+
+@pytest.mark.parametrize("samples", [8, 3], ids=["as many on each rank", "one on a rank"])
+def test_a_loss_that_sends_messages_is_called_for_the_step_alone(samples):
+    model, batch = nn.Linear(4, 3), (torch.randn(samples, 4), torch.randn(samples, 3))
+
+    def work(world):
+        run = sw.parallelize(model, "dp2", world, loss=sending(world))
+        return [run.step(part).item() for part in run.shard([batch])]
+
+    found = sw.launch(work, 2, ranks="threads")
+    assert found[0] == found[1]
+
+
+def test_a_function_that_keeps_count_outside_is_called_for_the_step_alone():
+    counts = {"calls": 0}
+
+    def loss(output, targets):
+        if not output.is_meta:
+            counts["calls"] += 1
+        return squares(output, targets)
+
+    assert not in_a_step(loss)
+    assert counts["calls"] == 2  # once on each rank
+
+
+NOTHING_SAID = {
+    "targets that all samples share": (
+        lambda y, t: (functional.cross_entropy(y, t["y"], reduction="sum") * t["w"].sum().to(y.dtype), len(y)),
+        {"y": torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]), "w": sw.whole(torch.tensor([1.0, 2.0, 3.0, 4.0]))},
+    ),
+    "lists of boxes": (
+        lambda y, t: (
+            sum(functional.mse_loss(a, b["box"].sum(0), reduction="sum") for a, b in zip(y, t, strict=True)),
+            len(t),
+        ),
+        [{"box": torch.rand(4, 3)} for _ in range(8)],
+    ),
+    "bf16 inside": (
+        lambda y, t: (functional.mse_loss(y.bfloat16(), t.bfloat16()).float() * t.numel(), t.numel()),
+        None,
+    ),
+    "terms that cancel": (lambda y, t: ((y.float() - y.float().detach() + 1e-9 * y.float()).sum(), y.numel()), None),
+    "targets taken out": (
+        lambda y, t: squares(y, t.pop("y")),
+        {"y": torch.ones(8, 3)},
+    ),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", NOTHING_SAID)
+def test_nothing_is_said_of_a_right_loss(name):
+    loss, targets = NOTHING_SAID[name]
+    assert not in_a_step(loss, targets)
+
+
+class Spoken(nn.Module):
+    """A model of frames that computes its CTC loss, as those of speech do."""
+
+    def __init__(self, reduction):
+        super().__init__()
+        self.layer, self.reduction = nn.Linear(4, 30), reduction
+
+    def forward(self, x, labels):
+        frames = self.layer(x).view(-1, 5, 6).log_softmax(2).transpose(0, 1)
+        lengths = torch.full((len(x),), 5), torch.full((len(x),), 2)
+        return {"loss": functional.ctc_loss(frames, labels, *lengths, reduction=self.reduction)}
+
+
+@pytest.mark.parametrize(("reduction", "is_named"), [("sum", True), ("mean", False)])
+def test_a_sum_of_ctc_losses_is_named(reduction, is_named):
+    batch = {"x": torch.randn(8, 4), "labels": torch.randint(1, 6, (8, 2))}
+    texts, _ = warned(Spoken(reduction), "dp2", batch, sw.ModelLoss(over="samples"))
+    assert bool(texts) is is_named
+
+
+FURTHER = {
+    "a mask with a small number added": (lambda y, m, t: (each_of(y, t) * m).sum() / (m.sum() + 1e-5), True),
+    "a metric before the loss": (lambda y, m, t: cross_entropy(y, t), False),
+    "a class that no label has": (lambda y, m, t: cross_entropy(y, t.clamp(min=0), ignore_index=CLASSES), False),
+    "two means, one over all": (
+        lambda y, m, t: cross_entropy(y, t) + functional.cross_entropy(y.mean(1), t[:, 0]),
+        True,
+    ),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", FURTHER)
+def test_what_a_models_own_loss_divides_by_is_followed(name):
+    way, is_named = FURTHER[name]
+    x, labels = ragged_batch()
+
+    class WithMetric(WithLoss):
+        def forward(self, x, mask, labels):
+            found = super().forward(x, mask, labels)
+            return {"total": found["loss"].detach() * len(x), **found}
+
+    batch = {"x": x, "mask": (labels != -100).float(), "labels": labels}
+    texts, _ = warned(WithMetric(way), "dp2", batch, sw.ModelLoss(shifted=False))
+    assert bool(texts) is is_named
+
+
+def test_a_mean_over_labels_is_none_over_samples():
+    x, labels = ragged_batch()
+    batch = {"x": x, "mask": torch.ones(x.shape), "labels": labels}
+    texts, _ = warned(WithLoss(INNER_MEANS["over labels"]), "dp2", batch, sw.ModelLoss(over="samples"))
+    assert texts

@@ -57,6 +57,7 @@ class SomeRowsEach:
             module.register_forward_hook(lambda _, args, y: cut_to_whole(y, axes["tp"], 0, ROWS))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("modules", [("one",), ("two",), ("one", "two")])
 def test_uses_that_disagree_about_one_parameter_are_summed_once(modules):
     """Where one use gives a term and the other the whole, one rank alone contributes the whole."""

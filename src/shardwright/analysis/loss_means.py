@@ -39,7 +39,7 @@ _SAME_NUMBER = frozenset((
 
 def other_means(
     recording: Recording, axes: RunAxes, sums: Collection[TensorUse], trained: Collection[TensorUse], *,
-    targets: Any = None, counted: int | None = None,
+    targets: Any = None, counted: tuple[int | None] | None = None,
 ) -> list[RecordedCall]:  # fmt: skip
     """Returns the operators by which a recorded loss divides a sum over samples by another number than is counted.
 
@@ -47,11 +47,13 @@ def other_means(
 
     ``sums`` are the values that are made of all samples, and ``trained`` those that depend on the model's output.
     Where the loss multiplies its mean by that sum or count again, as :class:`MeanLoss` does with the targets that it
-    does not ignore, nothing is found. ``targets`` tell whether there are classes to be ignored. Of a model that
-    computes its loss itself, whoever calls it counts the labels but those that are ``counted`` as none.
+    does not ignore, nothing is found. ``targets`` tell whether there are classes to be ignored. A model that computes
+    its loss itself counts nothing: ``counted`` then has the class of its labels that the caller does not count, or None
+    where the caller counts samples. A second mean over other targets is found there too, if not all labels count.
     """
     numbers = _LossNumbers(recording, axes, counted)
     found: list[RecordedCall] = []
+    counts = set[int]()  # the targets of the means so far
     for call in recording.calls:
         is_other = False
         if call.name in _CLASS_LOSSES and call.argument(3, "reduction") == _MEAN and call.results[0] in sums:
@@ -62,6 +64,9 @@ def other_means(
                 ignored, classes = int(call.argument(4, "ignore_index", -100)), call.argument(1, "target")
                 count = _ClassCount(ignored, numbers.number(classes))
                 is_other = numbers.leaves_out(count, times, targets)
+                if counted is not None:
+                    is_other |= bool(counts - {count.targets}) and _has_class(targets, ignored)
+                    counts.add(count.targets)
         elif call.name.removesuffix("_") == "div" and len(call.operands) == 2:
             whole, divisor = call.operands
             is_mean = whole in sums and whole in trained and divisor not in trained and numbers.sums_samples(divisor)
@@ -92,18 +97,18 @@ class _ClassCount(NamedTuple):
 class _LossNumbers:
     """How the numbers of a recorded loss were made."""
 
-    def __init__(self, recording: Recording, axes: RunAxes, counted: int | None) -> None:
+    def __init__(self, recording: Recording, axes: RunAxes, counted: tuple[int | None] | None) -> None:
         self._axes, self._calls, self._counted = axes, recording.calls, counted
         making = [call for call in recording.calls if call.results and call.results[0] not in call.operands]
         self._maker = {use: call for call in making for use in call.results}
-        self._batch = axes.of_samples(recording.inputs)
+        self._batch, self._count = axes.of_samples(recording.inputs), recording.num_samples
         self._numbers: dict[TensorUse, int] = {}
         known, args_of = dict[Any, int](), dict[RecordedCall, Any]()
         for call in recording.calls:
             given = tree_leaves(call.args, is_leaf=lambda leaf: isinstance(leaf, TensorUse))
             args = tuple(self.number(leaf) if isinstance(leaf, TensorUse) else repr(leaf) for leaf in given)
             for place, use in enumerate(call.results):
-                if call.name.removesuffix("_") in _SAME_NUMBER:
+                if _keeps_number(call):
                     self._numbers[use] = self.number(call.operands[0])
                 else:
                     equal = self._equal(call)
@@ -138,8 +143,12 @@ class _LossNumbers:
         ``times`` are what it is multiplied by: the count of all of a batch's targets is not that of the mean's, which
         may be some of them. A class below 0 is left out if a target has it.
         """
-        if count.ignored == self._counted or any(self.class_count(use) == count for use in times):
+        if any(self.class_count(use) == count for use in times):
             return False
+        if (
+            self._counted is not None
+        ):  # of the labels of a model, those of this class are not counted, or are in no batch
+            return self._counted != (count.ignored,) and _has_class(targets, count.ignored)
         return count.ignored >= 0 or _has_class(targets, count.ignored)
 
     def undivided(self, use: TensorUse) -> RecordedCall | None:
@@ -153,7 +162,11 @@ class _LossNumbers:
         is_sum = call.name == "sum" if at is None else call.argument(at, "reduction", _MEAN) == _SUM
         each = self._maker.get(self._source(call.operands[0])) if call.operands else None
         is_sum &= each is None or each.name.removesuffix("_") != "div"  # of what is divided before it is added up
-        return call if is_sum and self._has_samples(call.operands[0]) and not self._has_samples(use) else None
+        # samples are lost to the axes by operators without a rule, such as that of CTC, but not their number, a prime
+        has_samples = call.operands and (
+            self._has_samples(call.operands[0]) or (self._count > 1 and self._count in call.operands[0].shape)
+        )
+        return call if is_sum and has_samples and not self._has_samples(use) else None
 
     def multiplied_by(self, mean: TensorUse) -> list[TensorUse]:
         """Returns the tensors by which a mean, or what is made of it, is multiplied later on."""
@@ -172,13 +185,19 @@ class _LossNumbers:
 
     def _source(self, use: TensorUse) -> TensorUse:
         call = self._maker.get(use)
-        while call is not None and call.name.removesuffix("_") in _SAME_NUMBER:
+        while call is not None and _keeps_number(call):
             use = call.operands[0]
             call = self._maker.get(use)
         return use
 
     def _has_samples(self, use: TensorUse) -> bool:
         return any(leaf in self._batch for axis in self._axes.of(use) for leaf in leaves(axis))
+
+
+def _keeps_number(call: RecordedCall) -> bool:
+    """Returns whether a call gives a count that is still the same, such as one with a small number added to it."""
+    name = call.name.removesuffix("_")
+    return name in _SAME_NUMBER or (name == "add" and len(call.operands) == 1 and not call.results[0].shape)
 
 
 def _has_class(targets: Any, number: int) -> bool:

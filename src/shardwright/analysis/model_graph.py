@@ -34,6 +34,7 @@ from shardwright.analysis.parameter_writes import written_parameters
 from shardwright.analysis.record_forward import record_forward
 from shardwright.analysis.recording import Recorded, RecordedCall, Recording
 from shardwright.analysis.run_axes import RunAxes, axes_of
+from shardwright.analysis.sample_dims import layers_without_samples_first
 from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, COUNTS, mixing_call
 from shardwright.analysis.sample_selections import SampleFlow, follow_samples, parameters_by_sample
 from shardwright.errors import PlanError
@@ -75,6 +76,11 @@ class RecordedRun:
     def parameters_by_sample(self) -> set[str]:
         """The names of parameters that code reads for each sample alone (:func:`parameters_by_sample`)."""
         return parameters_by_sample(self.recording, self._followed[1])
+
+    @cached_property
+    def without_samples_first(self) -> set[str]:
+        """The layers that are called with samples elsewhere than in dim 0 (:func:`layers_without_samples_first`)."""
+        return layers_without_samples_first(self.recording, self.axes)
 
     @cached_property
     def _followed(self) -> tuple[RunAxes, SampleFlow]:

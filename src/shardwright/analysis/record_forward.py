@@ -17,6 +17,7 @@ from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.module_log import ModuleLog
 from shardwright.analysis.own_functions import record_own_functions
 from shardwright.analysis.recording import Recorded, Recording, TensorUse
+from shardwright.models.model_loss import loss_in
 
 
 def record_forward(
@@ -68,6 +69,8 @@ def _record(
         recorded.note_in_digest("outputs", outputs)
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         recording.outputs = [recorded.use(tensor) for tensor in tensors]
+        own_loss = loss_in(outputs)
+        recording.loss = recorded.use(own_loss) if own_loss is not None else None
         recording.hidden_in = next((each.holder for each in unseen_outputs(outputs)), None)
         recording.num_numbers, recording.num_masks = recorded.num_numbers, recorded.num_masks
         recording.reads_values = recorded.num_reads > 0

@@ -112,6 +112,8 @@ class Recording:
     rows_of_samples: dict[TensorUse, tuple[int, ...]] = field(default_factory=dict)
     """The sample of each row of the ``packed_inputs``; of an entry of a list, which is one sample's, that one."""
     outputs: list[TensorUse] = field(default_factory=list)
+    loss: TensorUse | None = None
+    """The output that is the model's own loss: ``output.loss``, ``output["loss"]`` or the first of a tuple; or None."""
     hidden_in: type | None = None
     """The class of an object in the output whose tensors a loss has to read (:func:`unseen_outputs`); else None."""
     functions: dict[str, list[RecordedCall]] = field(default_factory=dict)

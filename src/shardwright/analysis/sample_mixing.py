@@ -206,11 +206,11 @@ def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> bool:
     return bool(names)
 
 
-def means_within(recording: Recording, axes: RunAxes, ignored: int) -> list[tuple[str, str]]:
-    """Returns (module, operator) where the loss that a model computes itself is no mean over its labels.
+def means_within(recording: Recording, axes: RunAxes, counted: int | None, labels: Any) -> list[tuple[str, str]]:
+    """Returns (module, operator) where the loss that a model computes itself is no mean over its ``labels``.
 
-    It is a mean over another count, or a sum. ``ignored`` is the label that is not counted. The loss is the first of
-    the outputs that is one number.
+    It is a mean over another count, a sum, or a sum of means over several. ``counted`` is the label that is not
+    counted; None if samples are counted.
 
     >>> from shardwright.analysis.model_graph import ModelGraph
     >>> class Masked(nn.Linear):
@@ -218,14 +218,14 @@ def means_within(recording: Recording, axes: RunAxes, ignored: int) -> list[tupl
     ...         each = (super().forward(x)[:, 0] - labels).square() * mask
     ...         return {"loss": each.sum() / mask.sum()}
     >>> run = ModelGraph(Masked(3, 1), {"x": torch.empty(2, 3), "mask": torch.empty(2), "labels": torch.empty(2)}).run
-    >>> means_within(run.recording, run.axes, -100)
+    >>> means_within(run.recording, run.axes, -100, None)
     [('', 'div')]
     """
-    loss = next((use for use in recording.outputs if not use.shape and _has_values(use)), None)
-    if loss is None:
+    loss = recording.loss
+    if loss is None or loss.shape or not _has_values(loss):
         return []
     leading, sums = _leading(recording, [loss]), _sums(recording, axes)[0]
-    found = other_means(recording, axes, sums, _trained(recording), counted=ignored)
+    found = other_means(recording, axes, sums, _trained(recording), targets=labels, counted=(counted,))
     added = sum_call(recording, axes, loss)
     used = [call for call in found if not leading.isdisjoint(call.results)] + ([added] if added is not None else [])
     return [(call.module, call.name) for call in used]
@@ -246,13 +246,15 @@ def _recorded_loss(loss: nn.Module, output: Any, targets: Any, number: int, coun
         return torch.empty((several, *x.shape[1:]) if several else x.shape, dtype=x.dtype, device="meta")
 
     inputs = tree_map_only(Tensor, with_others, (output, targets))
-    outputs = set(map(id, sample_tensors(inputs[0])))
+    outputs, given = set(map(id, sample_tensors(inputs[0]))), sample_tensors(inputs)  # a loss may take some out
     try:
         with torch.random.fork_rng(devices=()):
             recording = record_forward(copied(loss, {}), inputs)  # a copy: the loss may keep state
     except Exception:  # of the user's own code, on tensors without values
         return None
-    learning = [use for x, use in zip(sample_tensors(inputs), recording.inputs, strict=True) if id(x) in outputs]
+    if len(given) != len(recording.inputs):
+        return None
+    learning = [use for x, use in zip(given, recording.inputs, strict=True) if id(x) in outputs]
     recording.parameters.update({f"output {place}": use for place, use in enumerate(learning)})
     return recording
 

@@ -99,7 +99,7 @@ def plan(
     """
     from shardwright.cli.run_config import config_of, with_file
     from shardwright.cost.cluster import Cluster
-    from shardwright.planner.anchors import parse_anchor
+    from shardwright.planner.anchors import anchors_in
     from shardwright.planner.batches import plan_batches
     from shardwright.planner.plans import plan_layouts
     from shardwright.planner.records_file import default_folder
@@ -108,14 +108,15 @@ def plan(
     if sizes:
         shared = {**shared, "batch": sizes[0]}
     _check_beside(
-        len(sizes) > 1, numbers, replays=replay is not None, anchors=bool(anchor), draws=bool(explain or png or html)
-    )
+        len(sizes) > 1, numbers, replays=replay is not None, anchors=bool(anchor), draws=bool(explain or png or html),
+        layouts="layout" in shared,
+    )  # fmt: skip
     if replay is not None:
         from shardwright.cli.replaying import replayed
 
         emit(*replayed(replay, shared, cluster), as_json=as_json)
         return
-    cluster = cluster or "a100-80gb"
+    cluster = _here() if cluster == "here" else cluster or "a100-80gb"
     config = config_of(shared)
     if "data" in shared and ":" not in config.model:
         raise PlanError(
@@ -135,26 +136,33 @@ def plan(
     model, loss, batch = model_and_batch(config)
     price = partial(
         plan_layouts, model, loss=loss, memory_limit=memory_limit, roles=config.roles,
-        anchors={str(line): seconds for line, seconds in map(parse_anchor, anchor or [])},
-        keep_in=None if fresh else default_folder(),
+        anchors=anchors_in(anchor or []), keep_in=None if fresh else default_folder(),
     )  # fmt: skip
     words = without.replace(",", " ").split()
     wanted = partial(price, layout=layout, fix=fix, top=top, without=words, most_priced=most_priced)
-    texts, batches = list[str](), None
+    texts, batches, refused = list[str](), None, dict[int, LayoutError]()
     with _says_what_it_does():
         if len(sizes) > 1:
             batches = plan_batches(sizes, lambda size: wanted(cluster=on, batch=first_repeated(batch, size)))
             batch, found = first_repeated(batch, batches.best), [batches.plans[batches.best]]
         else:
-            found = [
-                wanted(cluster=each, batch=batch)
-                for each in ([Cluster.parse(cluster, number).with_ranks(number) for number in numbers] or [on])
-            ]
-    said = found[0].to_dict() if not numbers else {"by_ranks": [plans.to_dict() for plans in found]}
+            on_each = [Cluster.parse(cluster, number).with_ranks(number) for number in numbers]
+            found = []
+            for each in on_each or [on]:
+                try:
+                    found.append(wanted(cluster=each, batch=batch))
+                except LayoutError as failure:
+                    if len(refused) + 1 >= len(on_each):
+                        raise
+                    refused[each.num_ranks] = failure  # the other numbers of ranks have their layouts
+    said: dict[str, Any] = found[0].to_dict() if not numbers else {"by_ranks": [plans.to_dict() for plans in found]}
+    if refused:
+        said["refused"] = {str(number): str(failure) for number, failure in refused.items()}
     if batches is not None:
         said = {**said, "batch": batches.best, "by_batch": batches.rows()}
         texts.append(batches.text())
     texts += [f"{plans.cluster}: " * bool(numbers) + plans.text() for plans in found]
+    texts += [f"{number} ranks: {failure}" for number, failure in refused.items()]
     compared: list[PriceDifference] = []
     for line in (*(in_file if not numbers else ()), *(explain or [])):
         text, row = _explained(line, found[0], partial(price, cluster=on, batch=batch), compared)
@@ -181,6 +189,20 @@ def with_longest(config: TrainConfig) -> TrainConfig:
         return config
     warn(f"samples of {tokens:,} tokens, the model's max_tokens; --seq gives another length")
     return replace(config, seq=tokens)
+
+
+def _here() -> str:
+    """Returns the name of the file of this machine that ``calibrate`` writes. Raises PlanError if it is not there."""
+    from shardwright.planner.predicted import HERE
+
+    if Path(HERE).exists():
+        return HERE
+    raise PlanError(
+        "this machine has not been measured",
+        given=f"--cluster here, and no file {HERE} in {Path.cwd()}",
+        allowed=f"a file {HERE}, the name of an accelerator, or a TOML file",
+        fix=f"run shardwright calibrate, which writes {HERE}",
+    )
 
 
 class _SearchLog(logging.Handler):
@@ -235,7 +257,9 @@ def _explained(
     return compared[-1].text(), compared[-1].to_dict()
 
 
-def _check_beside(varies: bool, numbers: Sequence[int], *, replays: bool, anchors: bool, draws: bool) -> None:
+def _check_beside(
+    varies: bool, numbers: Sequence[int], *, replays: bool, anchors: bool, draws: bool, layouts: bool
+) -> None:  # fmt: skip
     """Raises PlanError for options that are not for several batches (``varies``) or several ``numbers`` of ranks."""
     for is_given, what, option in (
         (replays, "a run has one batch", "--replay"),
@@ -245,10 +269,18 @@ def _check_beside(varies: bool, numbers: Sequence[int], *, replays: bool, anchor
         if varies and is_given:
             given = f"{option} beside --batch auto:MIN-MAX"
             raise PlanError(what, given=given, allowed="one of them", fix="write --batch with a number")
+    ranks = f"--ranks {','.join(map(str, numbers))}"
+    for is_given, what, option in (
+        (layouts, "a layout has one number of ranks", "--layout"),
+        (anchors and len(numbers) > 1, "an anchor is of one number of ranks", "--anchor"),
+    ):
+        if numbers and is_given:
+            fix = "leave out --ranks" if layouts else f"write --ranks {numbers[0]}"
+            raise PlanError(what, given=f"{option} beside {ranks}", allowed="one of them", fix=fix)
     if numbers and draws:
         raise PlanError(
             "a picture, a page and an explanation are of one number of ranks",
-            given=f"--ranks {','.join(map(str, numbers))} beside --explain, --png or --html",
+            given=f"{ranks} beside --explain, --png or --html",
             allowed="one of them",
             fix=f"write --cluster with {numbers[0]} ranks, and leave out --ranks",
         )

@@ -208,12 +208,21 @@ def loss_dtype(total: Tensor) -> torch.dtype:
     return found
 
 
-def _loss_of(output: Any) -> Tensor:
-    """Returns the loss in a model's output: its attribute or entry "loss", or the first of a tuple."""
+def loss_in(output: Any) -> Tensor | None:
+    """Returns the loss in a model's output: its attribute or entry "loss", or the first of a tuple; None without one.
+
+    >>> loss_in({"loss": torch.tensor(2.0), "logits": torch.ones(3)}), loss_in(torch.ones(3))
+    (tensor(2.), None)
+    """
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if found is None and isinstance(output, tuple) and output and isinstance(output[0], Tensor) and not output[0].dim():
         found = output[0]
-    if not isinstance(found, Tensor):
+    return found if isinstance(found, Tensor) else None
+
+
+def _loss_of(output: Any) -> Tensor:
+    found = loss_in(output)
+    if found is None:
         named = f" with {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
         raise PlanError(
             "the model's output has no loss",

@@ -7,6 +7,8 @@ be over targets that the code selects, or a function that returns a sum may have
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,27 +21,32 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwright.analysis.copying import copied
 from shardwright.analysis.hidden_outputs import hidden_tensors
 from shardwright.analysis.meta_values import RANDOM
-from shardwright.analysis.other_generators import other_generators
 from shardwright.dispatch_mode import DispatchMode
 from shardwright.models.losses import sum_and_count
+from shardwright.parallelize.repeated_calls import may_be_repeated
 from shardwright.sharding.tensor_part import tagged
 
 _MOST_ELEMENTS = 2**24
 """How many elements of outputs and targets are looked at: no more samples than have these, but two at least."""
 
-_DIFFERENCE = 1e-5
-"""The relative difference of two means of float64 that is not a matter of rounding, if code makes them float32."""
+_WIDE_DIFFERENCE, _DIFFERENCE = 1e-5, 1e-3
+"""The relative difference of two means that is not a matter of rounding: of a loss of float64, of which code may make
+float32, and of other dtypes, in which products may be in TF32."""
 
-_ROUNDINGS = 2**13
-"""The same in other dtypes, in roundings of one number: 1e-3 in float32, as products in TF32 may differ by."""
+_NARROW_ROUNDINGS = 16
+"""The same where the loss computes in bf16 or fp16, in roundings of one number."""
+
+_LEAST_DIFFERENCE = 1e-6
+"""The difference of two means that may be rounding of terms which cancel, as in the first step of a policy gradient."""
 
 
 def difference_of_halves(loss: nn.Module, output: Any, targets: Any) -> tuple[float, float] | None:
     """Returns the mean loss of the first samples, and that of two halves by their sums and counts, if these two differ.
 
     It is None if they are equal but for rounding, and where it cannot be told: for one sample, for tensors that are not
-    all of the samples in dim 0, parts of tensors or tensors inside of objects, and a loss that draws random numbers or
-    does not take half of the samples. Copies of the loss are called, so that a loss that keeps state keeps it.
+    all of the samples in dim 0, lists, parts of tensors or tensors inside of objects, for a half that has no targets,
+    and for a loss that draws random numbers, does not take half of the samples, or may not be called once more
+    (:func:`may_be_repeated`). Copies of the loss are called, so that a loss that keeps state keeps it.
 
     The loss is computed in float64, if it takes that: new models give much the same loss for each sample.
 
@@ -56,7 +63,10 @@ def difference_of_halves(loss: nn.Module, output: Any, targets: Any) -> tuple[fl
     count = next((len(each) for each in tensors if each.dim()), 0)
     if count < 2 or any(len(each) != count for each in tensors if each.dim()) or hidden_tensors((output, targets)):
         return None
-    if any(each.is_meta or tagged(each) is not None for each in tensors):
+    lists = tree_leaves(targets, is_leaf=lambda each: isinstance(each, list))  # of what each sample has
+    if any(each.is_meta or tagged(each) is not None for each in tensors) or any(isinstance(x, list) for x in lists):
+        return None
+    if not may_be_repeated(loss):
         return None
     num_elements = max(sum(each.numel() for each in tensors) // count, 1)
     half = max(min(count, _MOST_ELEMENTS // num_elements) // 2, 1)
@@ -64,23 +74,23 @@ def difference_of_halves(loss: nn.Module, output: Any, targets: Any) -> tuple[fl
     found = wide or _losses(loss, output, targets, half)
     if found is None:
         return None
-    dtypes = {*found.dtypes, *(each.dtype for each in tensors if each.is_floating_point() and wide is None)}
-    eps = max(torch.finfo(each).eps for each in dtypes)
-    most = _DIFFERENCE if wide is not None and eps < _DIFFERENCE else min(_ROUNDINGS * eps, 0.5)
     (total, number), *halves = found.values
     added, added_number = map(sum, zip(*halves, strict=True))
-    if not number or not added_number:
+    if not number or not added_number or not all(each for each, _ in halves):
         return None
+    most = _DIFFERENCE if wide is None else _WIDE_DIFFERENCE
+    if found.narrowest < torch.finfo(torch.float32).bits:
+        most = max(most, _NARROW_ROUNDINGS * torch.finfo(torch.bfloat16).eps)
     means = total / number, added / added_number
     scale = max(abs(means[0]), sum(abs(each) for each, _ in halves) / abs(added_number))
-    return means if abs(means[0] - means[1]) > most * scale else None
+    return means if abs(means[0] - means[1]) > max(most * scale, _LEAST_DIFFERENCE) else None
 
 
 class _SumRecord(NamedTuple):
-    """Sums and counts of the first samples, and of each half of these; and the dtypes of the sums."""
+    """Sums and counts of the first samples, and of each half of these; and the bits of the narrowest floats."""
 
     values: list[list[float]]
-    dtypes: set[torch.dtype]
+    narrowest: int
 
 
 def _losses(
@@ -95,18 +105,37 @@ def _losses(
         own = (x[start:stop] if x.dim() else x).clone()  # a loss may write to what it is given
         return own.to(dtype) if x.is_floating_point() else own
 
-    pairs = list[tuple[Tensor, Tensor]]()
+    pairs, before = list[tuple[Tensor, Tensor]](), _generators()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=()), other_generators() as drawn, _RefusesDraws():
+        with torch.no_grad(), torch.random.fork_rng(devices=()), _RefusesDraws() as calls:
             for start, stop in ((0, 2 * half), (0, half), (half, 2 * half)):
                 given = tree_map_only(Tensor, partial(part, start, stop), (output, targets))
                 pairs.append(sum_and_count(copied(loss, {})(*given)))
     except Exception:  # of the user's own code, which may need all samples, or cannot be copied; or of _RefusesDraws
         return None
+    finally:
+        drawn = _restored(before)
     if drawn:
         return None
     values = torch.stack([torch.stack([each.double() for each in pair]) for pair in pairs]).tolist()
-    return _SumRecord(values, {total.dtype for total, _ in pairs})
+    return _SumRecord(values, calls.narrowest)
+
+
+def _generators() -> tuple[Any, Any]:
+    """Returns the states of the global generators of Python and, if it is imported, NumPy."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
+
+
+def _restored(before: tuple[Any, Any]) -> bool:
+    """Gives these generators the states of ``before`` if they have others, and returns whether they had."""
+    now = _generators()
+    if str(now) == str(before):
+        return False
+    random.setstate(before[0])
+    if before[1] is not None:
+        sys.modules["numpy"].random.set_state(before[1])
+    return True
 
 
 def warn_of_halves(loss: nn.Module, output: Any, targets: Any, stacklevel: int) -> None:
@@ -122,11 +151,21 @@ def warn_of_halves(loss: nn.Module, output: Any, targets: Any, stacklevel: int) 
 
 
 class _RefusesDraws(DispatchMode):
-    """Raises an error where an operator draws random numbers, or waits for other ranks, which may not call it."""
+    """Raises an error where an operator draws random numbers, or waits for other ranks, which may not call it.
+
+    ``narrowest`` has the bits of the narrowest floating-point numbers that operators have made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrowest = 64
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func.overloadpacket.__name__ in RANDOM or "c10d" in func.namespace:
             raise RuntimeError(f"{func} is not run on halves of a batch")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        made = (x for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point())
+        self.narrowest = min((self.narrowest, *(torch.finfo(x.dtype).bits for x in made)))
+        return result

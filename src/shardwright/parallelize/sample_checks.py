@@ -63,8 +63,10 @@ def warn_of_means(graph: ModelGraph, loss: nn.Module, plan: Plan, world: World) 
     """
     if world.rank or not isinstance(loss, ModelLoss) or not cuts_batch(plan) or graph.draws is None:
         return
-    run = graph.run
-    for path, name in dict.fromkeys(means_within(run.recording, run.axes, loss.ignore_index)):
+    run, inputs = graph.run, graph.values
+    labels = inputs.get(loss.labels) if isinstance(inputs, Mapping) else None
+    ignored = None if loss.over == "samples" else loss.ignore_index
+    for path, name in dict.fromkeys(means_within(run.recording, run.axes, ignored, labels)):
         counted = "samples" if loss.over == "samples" else f"labels other than {loss.ignore_index}"
         warn(
             f"'{path or 'the model'}' computes a loss that is no mean over the {counted}, which sw.ModelLoss counts "

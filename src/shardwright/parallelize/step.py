@@ -89,6 +89,7 @@ class TrainStep:
         several = plan.layout.num_microbatches > 1 and not plan.layout.own_statistics
         is_replaced = any(each.rung is not Rung.ON_PARTS for each in stack_of(loss).wrappers)
         known = type(loss) in (CrossEntropy, MeanSquaredError, SumLoss) or is_replaced
+        self._has_marks = False  # whether all samples share some targets of the first batch
         self._reads_loss = not known and (several or bool(plan.row_axes))
         self._is_checked = self._everyone.device.type == "meta"  # of a rehearsal, where no rank has values
         self._settings, self._check_reads, self._knows_reads = settings_of(loss), check_reads, known or self._is_checked
@@ -117,6 +118,7 @@ class TrainStep:
         # ranks is known after the forward only; finish_gradients corrects them by the ratio.
         expected = max(batch.num_global * numbers_per_sample(batch.targets, batch.num_tokens), 1)
         self._begin(batch.num_tokens)
+        self._has_marks = self._reads_loss and bool(marks_in(batch.targets))
         self._executor.rng.step = number
         schedule, stage = self._schedule(len(pieces)), self.coord.get("pp", 0)
         for parameter in self.parameters.values():
@@ -154,7 +156,7 @@ class TrainStep:
     def _loss_of(self, output: Any, targets: Any) -> Any:
         if self._reads_loss:  # the first time, of a user's loss, and where the layout cuts samples
             self._reads_loss = False
-            if not warn_of_loss(self.loss, output, targets):
+            if not warn_of_loss(self.loss, output, targets) and not self._has_marks:
                 warn_of_halves(self.loss, output, targets, stacklevel=2)
         if self._knows_reads:
             return self._checked_loss(output, targets)

@@ -115,6 +115,28 @@ def parse_anchor(text: str) -> tuple[Layout, float]:
     return Layout.parse(line), measured
 
 
+def anchors_in(texts: Sequence[str]) -> dict[str, float]:
+    """Returns the measured seconds by layout line, from texts such as ``dp8 tp8 bf16=2.5s`` (:func:`parse_anchor`).
+
+    Raises: PlanError: two texts are of one layout.
+
+    >>> anchors_in(["dp8=2.5", "dp4 tp2=3"])
+    {'dp8': 2.5, 'dp4 tp2': 3.0}
+    """
+    found: dict[str, float] = {}
+    for layout, seconds in map(parse_anchor, texts):
+        line = str(layout)
+        if line in found:
+            raise PlanError(
+                "a layout has one anchor",
+                given=f"{line}={found[line]:g} and {line}={seconds:g}",
+                allowed="one --anchor for each layout: the median of its steps, of however many runs",
+                fix=f"write --anchor '{line}=SECONDS' once",
+            )
+        found[line] = seconds
+    return found
+
+
 def scale_of(anchors: Sequence[tuple[Price, float]]) -> TimeScale:
     """Returns the factors that bring predicted step times close to measured ones, as :func:`factors_of` finds them.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardwright.cost.calibration import MOST_SPREAD
-from shardwright.cost.constants import SLOW_START_S
+from shardwright.cost.constants import SLOW_START_S, Constants
 from shardwright.devices import HOST
 from shardwright.formatting import format_decimal_bytes, format_duration
 from shardwright.layout import Layout
@@ -47,14 +47,18 @@ def warnings_of(plans: Plans) -> list[str]:
         (offloading, "copies of offloaded activations are not priced; the step may take longer"),
     ):
         notes += [f"{', '.join(map(str, layouts))}: {said}"] * bool(layouts)
+    usual = {row["name"]: row["value"] for row in Constants().rows()}
     notes += [
         f"the constant {row['name']} is at its bound of {row['value']:g} {row['unit']}: what was measured or "
         "fitted is not what it stands for"
         for row in plans.cluster.constants.rows()
-        if row["source"] in ("measured", "fitted")
+        if (row["source"] in ("measured", "fitted") or row["value"] != usual[row["name"]])
         and row["value"] in row["bounds"]
         and row["name"] not in NATURAL_BOUNDS
     ]
+    lacking = {each.layout.precision for each in plans.layouts} - {name for name, _ in plans.cluster.device.peaks}
+    notes += [f"{plans.cluster.device.name} has no peak in {name}: such layouts are priced at that in fp32"
+              for name in sorted(lacking)]  # fmt: skip
     if max(plans.scale.operators, plans.scale.messages) > MOST_ANCHORED:
         notes.append(
             f"runs given as anchors took {max(plans.scale.operators, plans.scale.messages):.3g} times as long as "
@@ -73,7 +77,7 @@ def text_of(plans: Plans) -> str:
     memory, traffic and baseline, the runner-up, what was left out, and warnings.
     """
     best = plans.best
-    nearest = f"nothing that was priced fits {plans.memory_limit:.0%} of the memory; the nearest is"
+    nearest = f"nothing that was priced fits {100 * plans.memory_limit:.3g} % of the memory; the nearest is"
     lines = [
         *([] if plans.fits(best) else [nearest]),
         *plans.why(best).replace("; ", ";\n  ", 1).splitlines(),
@@ -96,7 +100,7 @@ def text_of(plans: Plans) -> str:
     lines.append(f"  the most        {kinds}, beside tensors {format_decimal_bytes(heaviest.beside)}")
     sent = ", ".join(f"{axis} {format_decimal_bytes(size)}" for axis, size in best.traffic_by_axis.items())
     lines.append(f"traffic by axis   {sent or 'nothing'}")
-    lines.append(f"baseline          {format_duration(plans.baseline_s(best))} at {UTILISATION:.0%} of peak")
+    lines.append(f"baseline          {plans.baseline_s(best):.3g} s at {UTILISATION:.0%} of peak")
     lines += [*(f"{name:17} {said}" for name, said in notes_of(plans)), *_rest(plans)]
     lines += [f"warning: {each}" for each in warnings_of(plans)]
     return "\n".join(lines)

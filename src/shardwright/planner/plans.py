@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -207,10 +207,19 @@ def _check_words(layout: Layout | None, fix: str, without: Sequence[str]) -> Non
             fix="leave out --fix and --without",
         )
     known = {*layout_axes(), *(name for each in STRATEGIES.values() for name in each.options), "recompute", "mb"}
+    precisions = get_args(Precision)
+    fixed = [part.partition(":")[0] for word in fix.split() for part in word.split("/")]
+    strange = next((head for head in fixed if not _is_known(head, {*known, *precisions, "compile", OWN})), None)
+    if strange is not None:
+        raise PlanError(
+            "no axis, option or precision of --fix has this name",
+            given=strange,
+            allowed=", ".join(sorted({*known, *precisions})),
+            fix=fix_for(strange, sorted({*known, *precisions})),
+        )
     for word in without:
         head = word.partition(":")[0]
-        if head not in known and head.rstrip("0123456789x") not in known:
-            precisions = get_args(Precision)
+        if not _is_known(head, known):
             other = next(each for each in precisions if each != word)
             raise PlanError(
                 "no axis and no option has this name",
@@ -220,6 +229,11 @@ def _check_words(layout: Layout | None, fix: str, without: Sequence[str]) -> Non
                 if word not in precisions
                 else f"write --fix {other}: a search is in one precision",
             )
+
+
+def _is_known(word: str, known: Collection[str]) -> bool:
+    """Returns whether a word of a layout line names an axis, perhaps with its sizes, or an option."""
+    return word in known or word.rstrip("0123456789x") in known
 
 
 def _none_found(cluster: Cluster, found: SearchResult, fix: str, without: Sequence[str]) -> LayoutError:
@@ -244,8 +258,10 @@ def _remedy(found: SearchResult, fix: str, without: Sequence[str], num_ranks: in
     if fixed:
         ((why, _),) = fixed.most_common(1)
         part = why.removeprefix("--fix: not ").removeprefix("--fix ").partition(":")[0]
-        sizes = part.partition("/")[0].lstrip("abcdefghijklmnopqrstuvwxyz").split("x")
-        number = prod(map(int, sizes)) if all(map(str.isdecimal, sizes)) and not part.startswith("mb") else 1
+        head = part.partition("/")[0]
+        axis = head.rstrip("0123456789x")
+        sizes = head.removeprefix(axis).split("x")
+        number = prod(map(int, sizes)) if axis in layout_axes() and all(map(str.isdecimal, sizes)) else 1
         uneven = f"{number} does not divide {num_ranks} ranks, and " if not number or num_ranks % number else ""
         return f"leave out '{part}' of --fix: {uneven}{found.nearest[why]} can be looked at without it"
     refused = {why: found.remedies[why] for why, _ in found.rejected.most_common() if why in found.remedies}

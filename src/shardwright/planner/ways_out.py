@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from math import ceil
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +34,10 @@ def ways_out(
     ``nearest`` is the layout that takes the least memory of those priced. ``searched`` returns what a search finds on
     another cluster, and ``priced`` the price of a layout with another batch.
     """
+    needed = nearest.memory_bytes / cluster.device.memory_bytes
+    if needed <= 1:
+        share = ceil(1000 * needed) / 1000
+        yield f"--memory-limit {share:g}: {nearest.layout} takes {format_decimal_bytes(nearest.memory_bytes)}"
     times = 2
     while times <= MOST_TIMES:
         more = cluster.with_ranks(times * cluster.num_ranks)

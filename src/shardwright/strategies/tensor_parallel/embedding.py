@@ -64,7 +64,7 @@ class EmbeddingNote(OperatorNote):
         """Yields the all-gathers of token numbers and the sums of looked-up rows, forward and backward."""
         numbers = here.rows_each((*call.x_shape, 1))
         for each in self.gathers:
-            num_bytes = sum(here.shard.sizes(each.rows, each.axis)) * numbers * INDEX_BYTES
+            num_bytes = int(sum(here.shard.sizes(each.rows, each.axis)) * numbers) * INDEX_BYTES
             yield Traffic("all_gather", each.axis, num_bytes, here.plan.mesh[each.axis], call.num_forwards)
         of_each = here.rows_each(call.y_shape)
         num_rows = here.num_rows(self.rows, of_each) if self.per_sample else prod(call.y_shape[:-1])

@@ -150,7 +150,7 @@ def place_chain(draft: PlanDraft, chain: LayerChain, use: FeatureUse) -> None:
     middle, start, stop = row.in_features, draft.mode.states(use.takes_cut), draft.mode.states(use.gives_cut)
     flows = not use.from_input
     inner: States | None = None
-    if chain.row in draft.overrides.still:  # no rows may be gathered or cut inside this block
+    if draft.stays_still(chain):
         inner = tuple("T" if axis.stream == "T" else "F" for axis in draft.mode.axes)
     choice = draft.mode.choose(
         (Layer(first.in_features, middle * len(chain.columns), flows), Layer(middle, row.out_features)),

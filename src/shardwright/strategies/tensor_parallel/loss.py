@@ -64,7 +64,7 @@ class LossNote(OperatorNote):
         num_rows = here.num_rows((), of_each)
         element_bytes = max(call.element_bytes, 4)  # losses are no narrower than float32
         for each in self.gathers:
-            num_rows = sum(here.shard.sizes(each.rows, each.axis)) * of_each
+            num_rows = int(sum(here.shard.sizes(each.rows, each.axis)) * of_each)
             size = here.plan.mesh[each.axis]
             yield Traffic("all_gather", each.axis, num_rows * INDEX_BYTES, size)
             yield Traffic("all_gather", each.axis, num_rows * element_bytes, size)

@@ -146,7 +146,8 @@ class MultiheadNote(OperatorNote):
             yield Traffic("all_reduce", self.heads.names[0], num_bytes, members, call.num_forwards + learns)
         if attention.weights:
             given = (here.num_rows(self.after.rows_gathered, 1), attention.weights)
-            yield from here.summed(self.output_moves(), given, replace(call, y_shape=given), attention.weights_learn)
+            of_samples = replace(call, y_shape=(here.num_rows((), 1), attention.weights))
+            yield from here.summed(self.output_moves(), given, of_samples, attention.weights_learn)
 
     def fetched(self) -> Iterator[tuple[str, Sequence[str]]]:
         """Yields the packed weight of q, k and v, with the axes of its all-gather."""

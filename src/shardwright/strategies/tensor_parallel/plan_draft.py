@@ -10,6 +10,7 @@ from math import prod
 from torch import nn
 
 from shardwright.analysis.known_modules import attention_layers, is_plain_attention
+from shardwright.analysis.model_graph import RecordedRun
 from shardwright.analysis.structure import LayerChain, find_head, is_exactly, owners, registered_twice
 from shardwright.errors import GridError
 from shardwright.forward_stack import Rung
@@ -37,6 +38,14 @@ def own_names(model: nn.Module, path: str) -> dict[str, str]:
     return {own: name for at, _, own, name in owners(model) if at == path}
 
 
+def recorded_run(job: Job) -> RecordedRun | None:
+    """Returns the record of the model's forward; None without an example, or for a forward that cannot be recorded."""
+    try:
+        return None if job.graph is None else job.graph.run
+    except Exception:  # recording runs the user's forward on tensors without values, and that may raise anything
+        return None
+
+
 @dataclass
 class PlanDraft:
     """The plan of one model under one tensor-parallel mode, which each ``place_*`` function refines in turn.
@@ -60,6 +69,7 @@ class PlanDraft:
         self.names: dict[str, dict[str, str]] = {}
         for path, _, own, name in owners(self.model):
             self.names.setdefault(path, {})[own] = name
+        self.rows_elsewhere = self._rows_elsewhere()
         self.chains = {chain.row: chain for chain in self.overrides.all_chains(self.model) if self._is_free(chain)}
         self.attentions = frozenset(self._attentions())
         self.parts = prod(size for _, size in self.mode.feature_axes)
@@ -85,6 +95,20 @@ class PlanDraft:
         rows_cut = any(axis.stream == "T" and axis.stored for axis in self.mode.axes)
         uses = [self.flow.uses.get(path) for path in self.users(head) - {head}]
         return not rows_cut or all(use is not None and use.from_input for use in uses)
+
+    def _rows_elsewhere(self) -> frozenset[str]:
+        """Returns the layers that code calls with its samples elsewhere than in dim 0, if the mode cuts samples.
+
+        What gathers or cuts rows takes them from dim 0, so these layers may gather their weights alone.
+        """
+        cuts_samples = bool(self.mode.row_axes) and self.mode.dim == 0
+        run = recorded_run(self.job) if cuts_samples else None
+        return frozenset() if run is None else frozenset(run.without_samples_first)
+
+    def stays_still(self, chain: LayerChain) -> bool:
+        """Returns whether no rows may be gathered or cut inside a pair of column- and row-parallel layers."""
+        layers = {*chain.columns, chain.row}
+        return chain.row in self.overrides.still or not self.rows_elsewhere.isdisjoint(layers)
 
     def _attentions(self) -> Iterator[str]:
         """Yields the paths of ``Attention`` modules that may be cut: unmodified, with parameters of their own."""
@@ -175,10 +199,10 @@ class PlanDraft:
     def may_cut_table(self, path: str) -> bool:
         """Returns whether the embedding table at ``path`` may be cut.
 
-        It may not if a module other than the output head uses it too, if it is registered twice, or if the user gave a
-        role, such as "copied", to a module that uses it.
+        It may not if a module other than the output head uses it too, if it is registered twice, if the user gave a
+        role, such as "copied", to a module that uses it, or if rows would be gathered from another dim than the first.
         """
-        if self.overrides.speak_of(self.users(path)):
+        if self.overrides.speak_of(self.users(path)) or path in self.rows_elsewhere:
             return False
         others = self.users(path) - {path}
         twice = id(self.model.get_submodule(path)) in registered_twice(self.model)

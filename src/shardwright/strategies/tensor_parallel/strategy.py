@@ -12,7 +12,6 @@ from torch import nn
 
 from shardwright.analysis.hidden_outputs import refused_output
 from shardwright.analysis.marked_inputs import marks_in
-from shardwright.analysis.model_graph import RecordedRun
 from shardwright.analysis.structure import has_hooks, is_inside, is_known, owners
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError
@@ -42,7 +41,7 @@ from shardwright.strategies.tensor_parallel.on_parts import (
     work_cut,
 )
 from shardwright.strategies.tensor_parallel.place import place
-from shardwright.strategies.tensor_parallel.plan_draft import own_names
+from shardwright.strategies.tensor_parallel.plan_draft import own_names, recorded_run
 from shardwright.strategies.tensor_parallel.roles import GridAxis, State
 from shardwright.strategies.tensor_parallel.traffic import traffic
 from shardwright.strategies.tensor_parallel.traffic_cuts import traffic_cuts
@@ -113,7 +112,7 @@ class TensorParallel:
         Raises: LayoutError, PlanError: neither way cuts enough of the model, a layer mixes the samples or tokens that
             the layout cuts, or the model returns tensors inside of objects that torch's pytree does not know.
         """
-        mode, run = self.mode(plan), None if is_known(job.model) else _recorded(job)
+        mode, run = self.mode(plan), None if is_known(job.model) else recorded_run(job)
         if run is not None and run.recording.hidden_in is not None:
             raise refused_output(run.recording.hidden_in, str(plan.layout.factor("tp")))
         placed = self._placed(job, plan, mode)
@@ -170,7 +169,7 @@ class TensorParallel:
         takes no autograd function of a collective, and those that ``torch.func.functional_call`` calls with tensors in
         place of their parameters.
         """
-        run = None if all(map(is_known, job.model.modules())) else _recorded(job)
+        run = None if all(map(is_known, job.model.modules())) else recorded_run(job)
         if run is None:
             return {}
         calls, found = run.recording.calls, dict[str, str]()
@@ -223,18 +222,10 @@ class TensorParallel:
 
 def _cuts_little_work(known: Plan, job: Job) -> bool:
     """Returns whether a record of the forward tells that ``known`` cuts less than half of the FLOPs, as of a table."""
-    run = _recorded(job)
+    run = recorded_run(job)
     if run is None:
         return False
     return work_cut(replace(known, work=operator_work(known, run.recording, run.axes))) < ENOUGH
-
-
-def _recorded(job: Job) -> RecordedRun | None:
-    """Returns the record of the model's forward; None without an example, or for a forward that cannot be recorded."""
-    try:
-        return None if job.graph is None else job.graph.run
-    except Exception:  # recording runs the user's forward on tensors without values, and that may raise anything
-        return None
 
 
 def _gathered(model: nn.Module, plan: Plan) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 
 from shardwright.analysis.module_calls import ModuleCall
@@ -50,14 +51,21 @@ class RankTraffic:
     trained: Collection[str]
     weights: Mapping[str, str]
 
-    def rows_each(self, shape: Sequence[int]) -> int:
-        """Returns the number of rows of one sample in a (samples, ..., features) tensor; of one token with ``/seq``."""
-        return prod(shape[1:-1]) if self.mode.dim == 0 else prod(shape[:1]) * prod(shape[2:-1])
+    def rows_each(self, shape: Sequence[int]) -> Fraction:
+        """Returns the number of rows of one sample in a (..., features) tensor of the rank; of one token with ``/seq``.
 
-    def num_rows(self, rows: RowMoves, each: int) -> int:
+        The samples may be in any dim: code may put tokens first, or join samples and tokens to rows. Where the rank has
+        none, they are taken to be dim 0.
+        """
+        if self.mode.dim == 1:
+            return Fraction(prod(shape[:1]) * prod(shape[2:-1]))
+        num_samples = len(self.shard.samples(()))
+        return Fraction(prod(shape[:-1]), num_samples) if num_samples else Fraction(prod(shape[1:-1]))
+
+    def num_rows(self, rows: RowMoves, each: Fraction | int) -> int:
         """Returns the number of rows that the rank holds after ``rows``, with ``each`` rows a sample (or a token)."""
         held = self.shard.samples(rows) if self.mode.dim == 0 else self.shard.tokens(rows)
-        return len(held) * each
+        return int(len(held) * each)
 
     def taken(
         self, moves: Sequence[AxisMove], rows: RowMoves, x: Features, call: ModuleCall, *, again: bool = False
@@ -67,7 +75,7 @@ class RankTraffic:
         shape = (self.num_rows(rows, of_each), width(x.held(self.coord)))
         for each in moves:
             if each.kind == "rows":
-                shape = (sum(self.shard.sizes(each.rows, each.axis)) * of_each, shape[1])
+                shape = (int(sum(self.shard.sizes(each.rows, each.axis)) * of_each), shape[1])
             elif each.kind == "features":
                 shape = (shape[0], sum(each.feature_sizes(self.coord)))
             num_bytes, size = prod(shape) * call.element_bytes, self.plan.mesh[each.axis]
@@ -92,7 +100,7 @@ class RankTraffic:
                 yield Traffic("all_gather", each.axis, num_bytes, size)
             index = self.coord[each.axis]
             if each.kind == "rows":
-                shape = (self.shard.sizes(each.rows, each.axis)[index] * of_each, shape[1])
+                shape = (int(self.shard.sizes(each.rows, each.axis)[index] * of_each), shape[1])
             else:
                 shape = (shape[0], each.feature_sizes(self.coord)[index])
 

@@ -1,0 +1,39 @@
+"""Finds layers that a recorded forward calls with the samples of the batch elsewhere than in dim 0."""
+
+from __future__ import annotations
+
+from shardwright.analysis.recording import Recording
+from shardwright.analysis.run_axes import RunAxes, leaves
+
+
+def layers_without_samples_first(recording: Recording, axes: RunAxes) -> set[str]:
+    """Returns the modules that multiply or look up a parameter by a tensor whose samples are not its whole dim 0.
+
+    The samples may be in a later dim, as where code puts the tokens of sequences first, or in a product with others, as
+    where it joins samples and tokens to rows. A tensor without samples does not count.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from shardwright.analysis.model_graph import ModelGraph
+    >>> class Sequences(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+    ...     def forward(self, x):
+    ...         return self.second(self.first(x).transpose(0, 1))
+    >>> run = ModelGraph(Sequences(), torch.empty(2, 5, 3)).run
+    >>> layers_without_samples_first(run.recording, run.axes)
+    {'second'}
+    """
+    samples = axes.of_samples(recording.inputs)
+    found = set[str]()
+    for call in recording.calls:
+        given = [use for use in call.operands if use.kind != "parameter"]
+        if len(given) == len(call.operands):
+            continue
+        for use in given:
+            dims = [set(leaves(axis)) for axis in axes.of(use)]
+            has_samples = [not dim.isdisjoint(samples) for dim in dims]
+            if any(has_samples) and (not has_samples[0] or len(dims[0]) > 1):
+                found.add(call.module)
+    return found

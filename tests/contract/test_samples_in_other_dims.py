@@ -1,0 +1,103 @@
+"""Models whose own code puts the samples in another dim than the first: every layout computes what one device does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.contract.cases import CHECKS, Case, check_equal, planned
+from torch import nn
+
+from shardwright.models.losses import CrossEntropy
+from shardwright.parallelize.planning import structural_copy
+from shardwright.strategies.tensor_parallel.on_parts import share_cut
+
+WIDTH, TOKENS, WORDS = 16, 7, 23
+
+WAYS = {
+    "tokens first": (lambda h: h.transpose(0, 1), lambda h: h.transpose(0, 1)),
+    "rows of tokens": (lambda h: h.flatten(0, 1), lambda h: h.view(-1, TOKENS, WIDTH)),
+    "rows of tokens, tokens first": (
+        lambda h: h.transpose(0, 1).flatten(0, 1),
+        lambda h: h.view(TOKENS, -1, WIDTH).transpose(0, 1),
+    ),
+}
+
+
+class Blocks(nn.Module):
+    """Blocks of two linears and two dropouts, which get the tokens in one of the ways."""
+
+    def __init__(self, way, inner=32):
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, inner), nn.ReLU(), nn.Dropout(0.2), nn.Linear(inner, WIDTH), nn.Dropout(0.2))
+            for _ in range(2)
+        )
+        self.way = way
+
+    def forward(self, tokens):
+        there, back = WAYS[self.way]
+        h = there(self.words(tokens))
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(back(h))
+
+
+class Attends(nn.Module):
+    """Looks words up with the tokens first, as torch's attention takes them by default."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.attention, self.norm = nn.MultiheadAttention(WIDTH, 4, dropout=0.1), nn.LayerNorm(WIDTH)
+        self.network = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, WIDTH))
+
+    def forward(self, tokens):
+        h = self.words(tokens.transpose(0, 1))
+        h = self.norm(h + self.attention(h, h, h, need_weights=False)[0])
+        return self.head((h + self.network(h)).transpose(0, 1))
+
+
+class OwnCase(Case):
+    """A model that is given as it is."""
+
+    @property
+    def model(self) -> nn.Module:
+        return structural_copy(self.config, torch.Tensor.double)
+
+    @property
+    def batches(self):
+        draw = torch.Generator().manual_seed(1)
+        sizes = [(samples, TOKENS) for samples in self.num_samples]
+        return [tuple(torch.randint(WORDS, size, generator=draw) for _ in range(2)) for size in sizes]
+
+
+def case_of(name, model):
+    return OwnCase(name, model, CrossEntropy(), num_tokens=TOKENS, num_samples=(9, 4))
+
+
+with torch.random.fork_rng():
+    torch.manual_seed(1)
+    CASES = {name: case_of(name, Blocks(name)) for name in WAYS} | {"attends": case_of("attends", Attends())}
+
+LINES = (
+    "tp2", "tp2 dp2", "tp4/2d", "tp2/sp", "mb2 tp2/sp", "pp2/1f1b mb2 tp2/sp", "tp2x2x2/3d", "tp2x2x2/2.5d mb2",
+    "dp2/zero3 tp2/sp recompute:full", "pp2/1f1b mb2 dp2/zero1 tp2",
+)  # fmt: skip
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("name", CASES)
+def test_samples_may_be_in_any_dim(name, line):
+    assert share_cut(planned(line, CASES[name])[0]) > 0.8
+    for check in CHECKS:
+        check(line, CASES[name])
+
+
+def test_where_weights_are_larger_than_activations_nothing_is_gathered_from_other_dims():
+    """Column- and row-parallel would send less there, and would gather samples from dim 0."""
+    case = case_of("wide", Blocks("tokens first", inner=512))
+    plan, _ = planned("tp2/sp", case)
+    assert {plan.roles[f"blocks.0.{layer}"].name for layer in (0, 3)} == {"tp:t"}
+    check_equal("tp2/sp", case)
