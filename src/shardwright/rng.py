@@ -168,7 +168,7 @@ class RngTracker:
 
     @property
     def repeats(self) -> bool:
-        """Whether calls of the model now repeat calls of its forward, because code of its own runs them in a backward.
+        """Whether the user's code now runs a part of the forward again in a backward, as reentrant checkpointing does.
 
         A recomputation by the library restores a snapshot first, and does not count.
         """

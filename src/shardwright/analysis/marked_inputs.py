@@ -67,13 +67,13 @@ class SampleValues:
 
     @property
     def shapes(self) -> tuple[tuple[torch.Size, ...], ...]:
-        """What shapes the tensors in each sample's entry have."""
+        """The shapes of the tensors in each sample's entry."""
         return tuple(
             tuple(leaf.shape for leaf in tree_leaves(each) if isinstance(leaf, Tensor)) for each in self.entries
         )
 
     def of(self, places: Sequence[int]) -> SampleValues:
-        """Returns the entries of the samples at these places, in their order."""
+        """Returns the entries of the samples whose numbers are ``places``, in that order."""
         return SampleValues([self.entries[place] for place in places])
 
 
@@ -221,10 +221,10 @@ def _is_of_samples(values: Sequence[Any]) -> bool:
 
 
 def map_samples(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Returns nested values of other samples: with ``function`` applied to each tensor that has samples in dim 0.
+    """Returns a tree of inputs with some of its samples, which ``function`` selects along dim 0 of a tensor.
 
-    ``function`` takes some places along dim 0, as ``tensor[2:5]`` does. Of packed tensors the rows of these samples are
-    taken, and of lists their entries; tensors that are marked as whole stay as they are.
+    ``function`` is applied to each tensor that has samples in dim 0, as ``tensor[2:5]``. Of packed tensors the rows of
+    these samples are taken, and of lists their entries; tensors that are marked as whole stay as they are.
 
     >>> map_samples({"x": torch.arange(4), "n": packed(torch.arange(5), [2, 0, 1, 2])}, lambda t: t[2:])
     {'x': tensor([2, 3]), 'n': SampleRows(tensor=tensor([2, 3, 4]), counts=(1, 2))}

@@ -194,7 +194,7 @@ class ModelGraph:
 
     @property
     def guess(self) -> bool | None:
-        """What conditions on values that only a real run has counted as in the record; None if there are none."""
+        """Whether the record took conditions on values that only a real run has for true; None if there were none."""
         found = self._of_own_code
         return None if found is None else found.recording.guess
 

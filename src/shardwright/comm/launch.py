@@ -163,7 +163,7 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torc
         while alive := [thread for thread in threads if thread.is_alive()]:
             alive[0].join(timeout=0.5)  # short, so that Ctrl-C is seen
             if stop.wanted:
-                stop.want()  # here, in the main thread
+                stop.follow_signals()  # here, in the main thread
             if hub.failure is None or hub.num_saving or not (hub.failed_rank is None or hub.failed_rank in texts):
                 end_s = time.monotonic() + _END_S
             elif time.monotonic() > end_s:  # a rank computes, and makes no call that would end it

@@ -22,7 +22,7 @@ class Stop:
         self.signal = 0
         self.num_saves_requested = 0
         self.wanted = False
-        """Whether the work of a rank asks for requests, so that signals are to make them: see :meth:`want`."""
+        """Whether a rank's work asks that signals request the stop: see :meth:`follow_signals`."""
         self._handled = contextlib.ExitStack()
         self._is_handled = False
 
@@ -34,10 +34,10 @@ class Stop:
         """Requests a checkpoint after the current step, after which the run continues: the handler of SIGUSR1."""
         self.num_saves_requested += 1
 
-    def want(self) -> None:
-        """Makes signals request the stop from now until :meth:`restore`, as in :meth:`on_signals`.
+    def follow_signals(self) -> None:
+        """Lets signals request the stop, as in :meth:`on_signals`, from now until :meth:`restore`.
 
-        If ranks are threads, their launcher calls it in the main thread too, once a rank has.
+        If ranks are threads, their launcher calls it in the main thread too, once a rank has called it.
         """
         self.wanted = True
         if not self._is_handled and threading.current_thread() is threading.main_thread():
@@ -45,7 +45,7 @@ class Stop:
             self._handled.enter_context(self.on_signals())
 
     def restore(self) -> None:
-        """Restores the handlers that :meth:`want` has replaced; the main thread calls it when the work has ended."""
+        """Restores the handlers that :meth:`follow_signals` replaced; the main thread calls it once the work ended."""
         self._handled.close()
         self._is_handled = False
 

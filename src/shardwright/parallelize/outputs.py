@@ -43,7 +43,10 @@ class OutputShare(NamedTuple):
 
 
 def described(output: Any, num_held: int, inputs: Any = (), num_samples: int = 0) -> OutputShare:
-    """Returns the description of a rank's output, of ``num_held`` of the ``num_samples`` samples of ``inputs``."""
+    """Returns what ranks compare of their outputs: structure, shapes and digests of some elements, and of the inputs.
+
+    ``output`` is this rank's, for ``num_held`` samples, and ``inputs`` are those of all ``num_samples`` samples.
+    """
     leaves, tree = tree_flatten(output)
     digests, values = ([tensor_digest(each) for each in some_elements(found)] for found in (inputs, leaves))
     return OutputShare(num_samples, digests, str(tree), [_described(leaf, num_held) for leaf in leaves], values)

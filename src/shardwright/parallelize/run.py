@@ -644,7 +644,7 @@ class Run(RankState):
         >>> launch(work, 2, torch.nn.Linear(2, 2), ranks="threads")
         [(False, True), (False, True)]
         """
-        self.world.stop.want()
+        self.world.stop.follow_signals()
         here = torch.tensor([self.world.stop.requested], dtype=torch.uint8, device=self.world.device)
         return bool(self.axes["world"].for_strategy("progress").all_reduce(here, "max"))
 

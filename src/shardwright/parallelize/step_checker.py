@@ -34,10 +34,10 @@ class StepChecker:
         self._is_new = True
 
     def before_step(self, run: RankState, batch: Microbatch) -> None:
-        """Compares the ranks, and warns of what would go wrong unseen; called before each step of ``run`` on ``batch``.
+        """Compares the ranks' parameters, batches and rates; called before each step of ``run`` on ``batch``.
 
-        Before the first step, the first rank logs what a step of this model leaves out. The run's own number of steps
-        says which step comes next.
+        Before the first step, the first rank logs dropout and hooks of the model that a step does not run as written.
+        The run's own number of steps says which step comes next.
 
         Traffic: in the steps in which ranks are compared, that of :func:`check_ranks`.
         Raises: PlanError: the code is under inference mode, or ranks differ.

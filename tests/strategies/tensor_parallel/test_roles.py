@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from shardwright.layout import Layout
 from shardwright.models import GPT, CrossEntropy, GPTConfig, MeanSquaredError
-from shardwright.parallelize.planning import make_plan
+from shardwright.parallelize.planning import StepTraffic, make_plan
 from shardwright.plan.plan import Job
 from shardwright.strategies.tensor_parallel.roles import GridAxis, Layer, LayerBoundary, cheapest
 
@@ -323,3 +324,17 @@ def test_in_a_gpt_the_pinned_roles_fit_every_layer(line):
     found = whys(GPT(GPTConfig(num_layers=1)), line, CrossEntropy())
     assert found
     assert not any(NO_FIT in why for why in found.values())
+
+
+@pytest.mark.parametrize("mode", ["tp2x2/2d:summa", "tp2x2x2/2.5d:summa"])
+def test_pinned_roles_of_summa_gather_nothing_again_because_they_keep_nothing(mode):
+    model, batch = GPT(GPTConfig(num_layers=1)), torch.zeros(8, 4, dtype=torch.int64)
+
+    def sent(line):
+        job = Job(model, CrossEntropy(), num_tokens=32)
+        plan, chosen = make_plan(job, Layout.parse(line))
+        found = StepTraffic(job, plan, chosen, batch).at({**dict.fromkeys(plan.mesh.axes, 0)})
+        return sum(each.num_bytes * each.times for traffic in found.values() for each in traffic)
+
+    kept, again = sent(mode), sent(f"{mode}/regather")
+    assert kept == again
