@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.contract.cases import CHECKS, Case, check_equal, planned
+from tests.contract.cases import CHECKS, Case, check_equal, check_traffic, planned
 from torch import nn
 
 from shardwright.models.losses import CrossEntropy
@@ -101,3 +101,29 @@ def test_where_weights_are_larger_than_activations_nothing_is_gathered_from_othe
     plan, _ = planned("tp2/sp", case)
     assert {plan.roles[f"blocks.0.{layer}"].name for layer in (0, 3)} == {"tp:t"}
     check_equal("tp2/sp", case)
+
+
+class Positions(nn.Module):
+    """Computes positions by layers of their own, which get no samples."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.places = nn.Embedding(TOKENS, WIDTH)
+        self.network = nn.Sequential(nn.Linear(WIDTH, inner), nn.GELU(), nn.Linear(inner, WIDTH))
+        self.block = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+    def forward(self, tokens):
+        places = self.network(self.places(torch.arange(TOKENS, device=tokens.device)))
+        h = self.words(tokens) + places
+        return self.head(h + self.block(h))
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("line", ["tp2", "dp4 tp2", "tp2/sp", "mb2 tp2/sp", "tp2x2/2d", "tp2x2x2/3d", "dp2 tp2x2/2d"])
+@pytest.mark.parametrize(("inner", "samples"), [(512, (16, 9)), (32, (3, 1))], ids=["wide", "few samples"])
+def test_layers_of_positions_get_no_samples_and_send_what_is_said(inner, samples, line):
+    torch.manual_seed(1)
+    case = OwnCase("positions", Positions(inner), CrossEntropy(), num_tokens=TOKENS, num_samples=samples)
+    check_equal(line, case)
+    check_traffic(line, case)

@@ -305,3 +305,58 @@ def test_a_mean_over_labels_is_none_over_samples():
     batch = {"x": x, "mask": torch.ones(x.shape), "labels": labels}
     texts, _ = warned(WithLoss(INNER_MEANS["over labels"]), "dp2", batch, sw.ModelLoss(over="samples"))
     assert texts
+
+
+SEEN = []
+
+
+class Logs(nn.Module):
+    """A loss that appends to a list of its Python module."""
+
+    def forward(self, output, targets):
+        if not output.is_meta:
+            SEEN.append(output.shape)
+        return squares(output, targets)
+
+
+class Writer:
+    """What counts the rows that it is given, as writers of logs do."""
+
+    def __init__(self):
+        self.rows = 0
+
+    def add(self, value):
+        self.rows += 1
+
+
+WRITER = Writer()
+
+
+def written(output, targets):
+    if not output.is_meta:
+        WRITER.add(output.sum())
+    return squares(output, targets)
+
+
+@pytest.mark.parametrize(("loss", "number"), [(Logs(), lambda: len(SEEN)), (written, lambda: WRITER.rows)])
+def test_what_a_loss_writes_beside_is_written_for_the_step_alone(loss, number):
+    before = number()
+    assert not in_a_step(loss)
+    assert number() - before == 2  # once on each rank
+
+
+class Annealed(nn.Module):
+    """A loss that counts its steps in an attribute, which its copies have too, and that returns a sum as a mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, output, targets):
+        self.steps += 1
+        return squares(output, targets)[0] * len(output), len(output)
+
+
+def test_a_module_that_counts_its_own_steps_is_looked_at():
+    loss = Annealed()
+    assert any("differs from one device" in each for each in in_a_step(loss))

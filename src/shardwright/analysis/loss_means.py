@@ -145,9 +145,7 @@ class _LossNumbers:
         """
         if any(self.class_count(use) == count for use in times):
             return False
-        if (
-            self._counted is not None
-        ):  # of the labels of a model, those of this class are not counted, or are in no batch
+        if self._counted is not None:  # the class of labels that are not counted, or one that no label has
             return self._counted != (count.ignored,) and _has_class(targets, count.ignored)
         return count.ignored >= 0 or _has_class(targets, count.ignored)
 

@@ -10,7 +10,8 @@ def layers_without_samples_first(recording: Recording, axes: RunAxes) -> set[str
     """Returns the modules that multiply or look up a parameter by a tensor whose samples are not its whole dim 0.
 
     The samples may be in a later dim, as where code puts the tokens of sequences first, or in a product with others, as
-    where it joins samples and tokens to rows. A tensor without samples does not count.
+    where it joins samples and tokens to rows. Or there are none, as in positions; lookups of a table by these do not
+    count.
 
     >>> import torch
     >>> from torch import nn
@@ -34,6 +35,7 @@ def layers_without_samples_first(recording: Recording, axes: RunAxes) -> set[str
         for use in given:
             dims = [set(leaves(axis)) for axis in axes.of(use)]
             has_samples = [not dim.isdisjoint(samples) for dim in dims]
-            if any(has_samples) and (not has_samples[0] or len(dims[0]) > 1):
+            is_counted = any(has_samples) or call.name != "embedding"
+            if dims and is_counted and (not has_samples[0] or len(dims[0]) > 1):
                 found.add(call.module)
     return found

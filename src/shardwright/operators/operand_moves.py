@@ -141,8 +141,8 @@ def _check_rows(num_rows: int, sizes: Sequence[int], axis: Axis) -> None:
             f"a layer whose samples '{axis.name}' cuts does not see them in dim 0",
             given=f"{num_rows} rows, where the samples of this rank have {sizes[axis.index]}",
             allowed="activations (samples, ..., features) before layers that are cut",
-            fix="give parallelize(..., example=inputs), by which ranks know where the samples are; or put the samples "
-            "in dim 0, or name the layers that stay replicated: roles={'name': 'copied'}",
+            fix="give parallelize(..., example=inputs), by which ranks know where the samples are, if it has none; or "
+            "put the samples in dim 0, or name the layers that stay replicated: roles={'name': 'copied'}",
         )
 
 

@@ -7,8 +7,6 @@ be over targets that the code selects, or a function that returns a sum may have
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -105,7 +103,7 @@ def _losses(
         own = (x[start:stop] if x.dim() else x).clone()  # a loss may write to what it is given
         return own.to(dtype) if x.is_floating_point() else own
 
-    pairs, before = list[tuple[Tensor, Tensor]](), _generators()
+    pairs = list[tuple[Tensor, Tensor]]()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=()), _RefusesDraws() as calls:
             for start, stop in ((0, 2 * half), (0, half), (half, 2 * half)):
@@ -113,29 +111,8 @@ def _losses(
                 pairs.append(sum_and_count(copied(loss, {})(*given)))
     except Exception:  # of the user's own code, which may need all samples, or cannot be copied; or of _RefusesDraws
         return None
-    finally:
-        drawn = _restored(before)
-    if drawn:
-        return None
     values = torch.stack([torch.stack([each.double() for each in pair]) for pair in pairs]).tolist()
     return _SumRecord(values, calls.narrowest)
-
-
-def _generators() -> tuple[Any, Any]:
-    """Returns the states of the global generators of Python and, if it is imported, NumPy."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
-
-
-def _restored(before: tuple[Any, Any]) -> bool:
-    """Gives these generators the states of ``before`` if they have others, and returns whether they had."""
-    now = _generators()
-    if str(now) == str(before):
-        return False
-    random.setstate(before[0])
-    if before[1] is not None:
-        sys.modules["numpy"].random.set_state(before[1])
-    return True
 
 
 def warn_of_halves(loss: nn.Module, output: Any, targets: Any, stacklevel: int) -> None:

@@ -209,7 +209,9 @@ def _check_words(layout: Layout | None, fix: str, without: Sequence[str]) -> Non
     known = {*layout_axes(), *(name for each in STRATEGIES.values() for name in each.options), "recompute", "mb"}
     precisions = get_args(Precision)
     fixed = [part.partition(":")[0] for word in fix.split() for part in word.split("/")]
-    strange = next((head for head in fixed if not _is_known(head, {*known, *precisions, "compile", OWN})), None)
+    strange = next(
+        (head for head in fixed if not _is_known(head, {*known, *precisions, "compile", "single", OWN})), None
+    )
     if strange is not None:
         raise PlanError(
             "no axis, option or precision of --fix has this name",

@@ -66,8 +66,7 @@ class EmbeddingNote(OperatorNote):
         for each in self.gathers:
             num_bytes = int(sum(here.shard.sizes(each.rows, each.axis)) * numbers) * INDEX_BYTES
             yield Traffic("all_gather", each.axis, num_bytes, here.plan.mesh[each.axis], call.num_forwards)
-        of_each = here.rows_each(call.y_shape)
-        num_rows = here.num_rows(self.rows, of_each) if self.per_sample else prod(call.y_shape[:-1])
+        num_rows = here.num_rows(self.rows, call.y_shape) if self.per_sample else prod(call.y_shape[:-1])
         yield from here.summed(self.sums, (num_rows, self.width(here.coord)), call, path in here.trained)
 
 

@@ -89,7 +89,7 @@ class LinearNote(OperatorNote):
         again = not here.mode.keep and weight not in here.plan.frozen
         yield from here.taken(self.input_moves(), self.step.rows_before, self.x, call, again=again)
         moves = self.output_moves()
-        num_rows = here.num_rows(self.step.rows_gathered, here.rows_each(call.y_shape))
+        num_rows = here.num_rows(self.step.rows_gathered, call.y_shape)
         shape = (num_rows, width(self.y.held(here.coord, over=[m.axis for m in moves if m.kind == "features"])))
         yield from here.summed(moves, shape, call, call.needs_gradient or trained)
         again = not here.mode.keep and call.needs_gradient

@@ -61,7 +61,7 @@ class LossNote(OperatorNote):
     def traffic(self, here: RankTraffic, path: str, call: ModuleCall) -> Iterator[Traffic]:
         """Yields the all-gathers of targets, losses, and a few numbers of each token."""
         of_each = here.rows_each(call.y_shape)
-        num_rows = here.num_rows((), of_each)
+        num_rows = here.num_rows((), call.y_shape)
         element_bytes = max(call.element_bytes, 4)  # losses are no narrower than float32
         for each in self.gathers:
             num_rows = int(sum(here.shard.sizes(each.rows, each.axis)) * of_each)

@@ -132,7 +132,7 @@ class MultiheadNote(OperatorNote):
             operand = ModuleCall(shape, shape, call.element_bytes, learns, num_forwards=call.num_forwards)
             yield from here.taken(moves, before, Features.balanced(num_features, ()), operand, again=twice)
         of_each = [attention.mask] * attention.mask_learns + [attention.padding] * attention.padding_learns
-        learnt = [attention.shared_mask, *(here.num_rows(before, 1) * size for size in of_each)]
+        learnt = [attention.shared_mask, *(here.num_held(before) * size for size in of_each)]
         for axis in (each.axis for each in moved if each.kind == "whole"):
             for size in learnt:
                 yield Traffic("all_reduce", axis, size * call.element_bytes, here.plan.mesh[axis])
@@ -141,12 +141,12 @@ class MultiheadNote(OperatorNote):
         if self.inside:
             made = (self.bias, *(each.name for each in self.projections[:2]))  # queries and keys
             learns = attention.scores_learn or any(name is not None and name not in frozen for name in made)
-            num_bytes = here.num_rows(self.before.rows_after, 1) * attention.scores * call.element_bytes
+            num_bytes = here.num_held(self.before.rows_after) * attention.scores * call.element_bytes
             members = len(self.sharing(here.coord))
             yield Traffic("all_reduce", self.heads.names[0], num_bytes, members, call.num_forwards + learns)
         if attention.weights:
-            given = (here.num_rows(self.after.rows_gathered, 1), attention.weights)
-            of_samples = replace(call, y_shape=(here.num_rows((), 1), attention.weights))
+            given = (here.num_held(self.after.rows_gathered), attention.weights)
+            of_samples = replace(call, y_shape=(here.num_held(()), attention.weights))
             yield from here.summed(self.output_moves(), given, of_samples, attention.weights_learn)
 
     def fetched(self) -> Iterator[tuple[str, Sequence[str]]]:

@@ -59,20 +59,29 @@ class RankTraffic:
         """
         if self.mode.dim == 1:
             return Fraction(prod(shape[:1]) * prod(shape[2:-1]))
-        num_samples = len(self.shard.samples(()))
+        num_samples = self.num_held(())
         return Fraction(prod(shape[:-1]), num_samples) if num_samples else Fraction(prod(shape[1:-1]))
 
-    def num_rows(self, rows: RowMoves, each: Fraction | int) -> int:
-        """Returns the number of rows that the rank holds after ``rows``, with ``each`` rows a sample (or a token)."""
-        held = self.shard.samples(rows) if self.mode.dim == 0 else self.shard.tokens(rows)
-        return int(len(held) * each)
+    def num_held(self, rows: RowMoves) -> int:
+        """Returns the number of samples that the rank holds after ``rows``; of tokens with ``/seq``."""
+        return len(self.shard.samples(rows) if self.mode.dim == 0 else self.shard.tokens(rows))
+
+    def num_rows(self, rows: RowMoves, shape: Sequence[int]) -> int:
+        """Returns the number of rows that the rank holds after ``rows`` of a tensor that has ``shape`` before them.
+
+        On a rank without samples a tensor that has rows is none of samples, such as one of positions.
+        """
+        given = prod(shape[:-1])
+        if given and self.mode.dim == 0 and not self.num_held(()):
+            return given
+        return int(self.num_held(rows) * self.rows_each(shape))
 
     def taken(
         self, moves: Sequence[AxisMove], rows: RowMoves, x: Features, call: ModuleCall, *, again: bool = False
     ) -> Iterator[Traffic]:
         """Yields the all-gathers of an input, and the reduce-scatters or all-reduces of its gradient."""
         of_each = self.rows_each(call.x_shape)
-        shape = (self.num_rows(rows, of_each), width(x.held(self.coord)))
+        shape = (self.num_rows(rows, call.x_shape), width(x.held(self.coord)))
         for each in moves:
             if each.kind == "rows":
                 shape = (int(sum(self.shard.sizes(each.rows, each.axis)) * of_each), shape[1])
