@@ -30,6 +30,7 @@ _PLAIN = frozenset(("torch", "math", "functools", "operator", "itertools", "typi
 """Packages whose functions a loss may call, but for torch.distributed, by their modules' names."""
 
 _PRINTS = frozenset(("open", "print", "input"))
+"""Functions of Python by which something outside changes."""
 
 
 def may_be_repeated(loss: nn.Module) -> bool:
@@ -54,41 +55,36 @@ def may_be_repeated(loss: nn.Module) -> bool:
     waiting: list[Any] = [loss]
     while waiting:
         for _, each in reached(waiting.pop(), seen):
-            if isinstance(each, Axis | World):
-                return False
             if isinstance(each, Tensor):
                 num_elements += each.numel()
-            elif isinstance(each, ModuleType):
-                if each.__name__.partition(".")[0] not in _PLAIN or each.__name__.startswith("torch.distributed"):
-                    return False
-            elif isinstance(each, FunctionType):
-                if _is_known(each):
-                    continue
-                if _changes(each, _WRITES):
-                    return False
-                waiting += _globals_of(each)
-            elif not isinstance(each, type) and not _is_known(type(each)):
-                if isinstance(each, nn.Module) and id(each) not in own and any(True for _ in each.buffers()):
-                    return False
-                writes = _WRITES - _ATTRIBUTES if id(each) in own else _WRITES
-                for method in _methods(type(each)):
-                    if _changes(method, writes):
-                        return False
-                    waiting += _globals_of(method)
-            elif isinstance(each, nn.Module) and id(each) not in own and any(True for _ in each.buffers()):
+                continue
+            functions = _functions_of(each)
+            writes = _WRITES - _ATTRIBUTES if id(each) in own else _WRITES
+            if _is_shared(each, id(each) in own) or any(_changes(function, writes) for function in functions):
                 return False
+            waiting += [held for function in functions for held in _known_to(function) if type(held) not in ATOMS]
     return num_elements <= _MOST_ELEMENTS
+
+
+def _is_shared(value: Any, is_own: bool) -> bool:
+    """Returns whether others meet in an object: it sends messages, is a package, or has buffers and is not copied."""
+    if isinstance(value, ModuleType):
+        return value.__name__.partition(".")[0] not in _PLAIN or value.__name__.startswith("torch.distributed")
+    has_buffers = isinstance(value, nn.Module) and any(True for _ in value.buffers())
+    return isinstance(value, Axis | World) or (has_buffers and not is_own)
+
+
+def _functions_of(value: Any) -> list[FunctionType]:
+    """Returns the functions by which an object acts: itself, or the methods of its class; none of known modules."""
+    if isinstance(value, FunctionType):
+        return [] if _is_known(value) else [value]
+    kinds = () if isinstance(value, type) else (kind for kind in type(value).__mro__ if not _is_known(kind))
+    named = [item for kind in kinds for item in vars(kind).items()]
+    return [each for name, each in named if isinstance(each, FunctionType) and name != "__init__"]
 
 
 def _is_known(value: Any) -> bool:
     return (value.__module__ or "").startswith(_KNOWN)
-
-
-def _methods(kind: type) -> Iterator[FunctionType]:
-    """Yields the methods of a class and of those that it inherits from, but for known ones; not its constructor."""
-    for each in kind.__mro__:
-        named = vars(each).items() if not _is_known(each) else ()
-        yield from (value for name, value in named if isinstance(value, FunctionType) and name != "__init__")
 
 
 def _codes(function: FunctionType) -> Iterator[CodeType]:
@@ -101,7 +97,7 @@ def _codes(function: FunctionType) -> Iterator[CodeType]:
 
 def _changes(function: FunctionType, writes: Collection[str]) -> bool:
     """Returns whether a function may write to what others see, or reads a container or prints, as it may then too."""
-    outer, held = {*function.__code__.co_freevars}, [*_closed_over(function)]
+    outer, held = {*function.__code__.co_freevars}, [*_known_to(function)]
     if any(isinstance(each, list | dict | set | deque | bytearray) for each in held):
         return True
     stores_in_class = any(isinstance(each, type) and not _is_known(each) for each in held)
@@ -115,14 +111,9 @@ def _changes(function: FunctionType, writes: Collection[str]) -> bool:
     )
 
 
-def _closed_over(function: FunctionType) -> Iterator[Any]:
+def _known_to(function: FunctionType) -> Iterator[Any]:
     """Yields what a function closes over, and what it knows by a global name."""
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # an empty cell
             yield cell.cell_contents
     yield from (function.__globals__.get(name) for code in _codes(function) for name in code.co_names)
-
-
-def _globals_of(function: FunctionType) -> list[Any]:
-    """Returns the objects that a function knows by a global name, or closes over; those of plain values left out."""
-    return [each for each in _closed_over(function) if type(each) not in ATOMS]
