@@ -1,17 +1,22 @@
 """What ``plan`` says of options that cannot be meant so: each is refused with what to write, or warned of."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import nn
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
+from shardwright.cli.planning import batches_in, ranks_in
 from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError
+from shardwright.planner.anchors import parse_anchor
 from shardwright.planner.plan_text import warnings_of
-from shardwright.planner.plans import plan_layouts
+from shardwright.planner.plans import check_words, plan_layouts
 
 BATCH = torch.ones(8, 16), torch.zeros(8, dtype=torch.int64)
 
@@ -93,3 +98,41 @@ def test_what_a_fix_may_name_is_every_axis_option_and_precision(fix):
     with pytest.raises((LayoutError, PlanError)) as raised:
         plan_layouts(layers(), "a100-80gb:1x2", BATCH, fix=f"{fix} dp3", most_priced=1)
     assert "has this name" not in str(raised.value)
+
+
+NONSENSE = st.text(alphabet="adptbzersmoxf0123456789/:,.=- ", max_size=14)
+
+
+@settings(max_examples=200)
+@example("dp")
+@example("a100-80gb:0x8")
+@example("a100-80gb:1x")
+@example("auto:8-")
+@example("dp2=1e400")
+@given(text=NONSENSE)
+def test_nonsense_is_refused_by_name_and_never_ends_in_another_error(text):
+    for parse in (Cluster.parse, batches_in, ranks_in, parse_anchor, lambda words: check_words(None, words, [words])):
+        with suppress(PlanError, LayoutError):
+            parse(text)
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize(
+    "option", ["--cluster", "--batch", "--ranks", "--anchor", "--fix", "--without", "--memory-limit"]
+)
+def test_nonsense_ends_the_command_with_exit_code_2_and_no_traceback(option):
+    code, text = said(["--cluster", "a100-80gb:1x2", option, "zz9:/plural"])
+    assert code == 2
+    assert "Traceback" not in text
+    assert "fix:" in text or "Invalid value" in text
+
+
+@pytest.mark.sampled(0)
+def test_more_bandwidth_makes_no_step_longer():
+    cluster = Cluster.parse("a100-80gb:1x4")
+    faster = replace(
+        cluster, device=replace(cluster.device, in_node_bytes_per_s=2 * cluster.device.in_node_bytes_per_s)
+    )
+    for line in ("dp4", "dp4/zero3", "tp4", "pp2/1f1b mb2 tp2"):
+        slow, fast = (plan_layouts(layers(), each, BATCH, layout=line).best.step_s for each in (cluster, faster))
+        assert fast <= slow

@@ -86,7 +86,7 @@ def plan_layouts(
     (True, {'dp': 49920})
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    _check_words(layout, fix, without)
+    check_words(layout, fix, without)
     cluster = Cluster.parse(cluster, layout.num_ranks if layout else None) if isinstance(cluster, str) else cluster
     loss = loss_for(loss, model)
     batch = _pair(batch, loss)
@@ -197,7 +197,7 @@ def _check_ranks(layout: Layout, cluster: Cluster) -> None:
         )
 
 
-def _check_words(layout: Layout | None, fix: str, without: Sequence[str]) -> None:
+def check_words(layout: Layout | None, fix: str, without: Sequence[str]) -> None:
     """Raises PlanError for words to leave out that name nothing, and for what a search alone reads."""
     if layout is not None and (fix or without):
         raise PlanError(
