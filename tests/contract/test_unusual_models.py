@@ -199,14 +199,25 @@ class SamplesInDimOne(nn.Module):
         return self.plain(self.turned(x.transpose(0, 1)).transpose(0, 1))
 
 
-def test_layers_that_see_samples_elsewhere_are_right_or_refused_and_what_the_refusal_says_helps():
+@pytest.mark.parametrize("line", ["dp2 tp2", "tp2/sp"])
+def test_layers_that_see_samples_elsewhere_are_right(line):
     with without_values():
         model = SamplesInDimOne()
-    batch = (torch.randn(5, 3, 6), torch.randint(6, (5, 3)))
-    assert verify(model, "dp2 tp2", [batch]).equal
-    with pytest.raises((PlanError, RankFailedError), match="does not see them in dim 0"):
-        verify(model, "tp2/sp", [batch])
-    assert verify(model, "tp2/sp", [batch], roles={"turned": "copied"}).equal
+    verdict = verify(model, line, [(torch.randn(5, 3, 6), torch.randint(6, (5, 3)))])
+    assert verdict.equal, str(verdict)
+
+
+def test_without_an_example_layers_that_see_samples_elsewhere_are_refused_and_what_the_refusal_says_helps():
+    model, batch = SamplesInDimOne(), (torch.randn(5, 3, 6), torch.randint(6, (5, 3)))
+
+    def work(world, example):
+        run = parallelize(model, "tp2/sp", world, example=example, num_tokens=15)  # few: weights are larger
+        return [run.step(part).item() for part in run.shard([batch])]
+
+    with pytest.raises((PlanError, RankFailedError), match=r"does not see them in dim 0(.|\n)*example=inputs"):
+        launch(work, 2, None, ranks="threads")
+    found = launch(work, 2, batch[0], ranks="threads")
+    assert found[0] == found[1]
 
 
 class Shuffles(nn.Module):
