@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.contract.cases import CHECKS, Case, check_equal, check_traffic, planned
+from tests.contract.cases import CHECKS, check_equal, check_traffic, planned
+from tests.contract.test_on_parts import TOKENS, WIDTH, WORDS, OwnCase
 from torch import nn
 
 from shardwright.models.losses import CrossEntropy
-from shardwright.parallelize.planning import structural_copy
 from shardwright.strategies.tensor_parallel.on_parts import share_cut
-
-WIDTH, TOKENS, WORDS = 16, 7, 23
 
 WAYS = {
     "tokens first": (lambda h: h.transpose(0, 1), lambda h: h.transpose(0, 1)),
@@ -56,20 +54,6 @@ class Attends(nn.Module):
         h = self.words(tokens.transpose(0, 1))
         h = self.norm(h + self.attention(h, h, h, need_weights=False)[0])
         return self.head((h + self.network(h)).transpose(0, 1))
-
-
-class OwnCase(Case):
-    """A model that is given as it is."""
-
-    @property
-    def model(self) -> nn.Module:
-        return structural_copy(self.config, torch.Tensor.double)
-
-    @property
-    def batches(self):
-        draw = torch.Generator().manual_seed(1)
-        sizes = [(samples, TOKENS) for samples in self.num_samples]
-        return [tuple(torch.randint(WORDS, size, generator=draw) for _ in range(2)) for size in sizes]
 
 
 def case_of(name, model):

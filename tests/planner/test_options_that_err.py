@@ -135,4 +135,4 @@ def test_more_bandwidth_makes_no_step_longer():
     )
     for line in ("dp4", "dp4/zero3", "tp4", "pp2/1f1b mb2 tp2"):
         slow, fast = (plan_layouts(layers(), each, BATCH, layout=line).best.step_s for each in (cluster, faster))
-        assert fast <= slow
+        assert fast < slow if line == "dp4" else fast <= slow

@@ -84,7 +84,9 @@ def code_caches_put_back(model: nn.Module) -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _caches_of(classes: frozenset[type]) -> tuple[tuple[Any, ...], tuple[ModuleType, ...], tuple[type, ...]]:
-    """Returns functions with an ``lru_cache``, the Python modules that they are in, and the classes and their bases.
+    """Returns where the code of some classes may keep tensors: cached functions, Python modules, and the classes.
+
+    The functions have an ``lru_cache``. The classes are those given and their bases.
 
     Classes of torch and of this library are left out. The Python modules are the ones that define the classes and their
     bases, and the user's own modules that those import from.

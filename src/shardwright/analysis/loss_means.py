@@ -28,7 +28,7 @@ _REDUCTION_AT = {
 """Losses among the operators, with the place of their argument ``reduction``."""
 
 _OF_TERMS = frozenset(("add", "neg", "sub"))
-"""Operators that add terms up."""
+"""Operators whose operands are terms of the loss, if their result is the loss."""
 
 _SAME_NUMBER = frozenset((
     "_to_copy", "_unsafe_view", "alias", "clamp", "clamp_min", "clone", "contiguous", "detach", "flatten", "maximum",

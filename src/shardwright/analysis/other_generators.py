@@ -16,7 +16,10 @@ _START = 2**32 - 1_003
 """The seed from which records begin: one that no model is likely to seed the generators with itself."""
 
 _NUM_STARTS = 8
-"""The states that are tried beside the two extreme ones: a choice of two may by chance be the same in each."""
+"""From how many states, beside the two extreme ones, a forward is recorded to see whether the numbers matter.
+
+From a few states alone, code that chooses one of two things may by chance choose the same each time.
+"""
 
 _NUM_WORDS = 624
 """The words of 32 bits in the state of the Mersenne Twister, which Python and NumPy have."""

@@ -190,7 +190,7 @@ def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> bool:
         return False
     prime = next((each for each in COUNTS if each not in sizes), COUNTS[0])
     # a list among the targets may have an entry for each sample, whose tensors have the boxes of a picture in dim 0
-    alike = {len(x) for x in given} == {number} and not _has_list(targets)
+    alike = {len(x) for x in given} == {number} and not has_list(targets)
     # code that halves the batch, as that of two views of each sample does, runs with even numbers only
     tried = (_recorded_loss(loss, output, targets, number, count) for count in ((prime, number) if alike else (prime,)))
     recording = next((each for each in tried if each is not None), None)
@@ -225,13 +225,15 @@ def means_within(recording: Recording, axes: RunAxes, counted: int | None, label
     if loss is None or loss.shape or not _has_values(loss):
         return []
     leading, sums = _leading(recording, [loss]), _sums(recording, axes)[0]
-    found = other_means(recording, axes, sums, _trained(recording), targets=labels, counted=(counted,))
+    of_loss = leading.intersection(sums)  # and not of a metric beside it
+    found = other_means(recording, axes, of_loss, _trained(recording), targets=labels, counted=(counted,))
     added = sum_call(recording, axes, loss)
     used = [call for call in found if not leading.isdisjoint(call.results)] + ([added] if added is not None else [])
     return [(call.module, call.name) for call in used]
 
 
-def _has_list(tree: Any) -> bool:
+def has_list(tree: Any) -> bool:
+    """Returns whether a tree has a list in it, which may have an entry for each sample."""
     return any(isinstance(each, list) for each in tree_leaves(tree, is_leaf=lambda each: isinstance(each, list)))
 
 

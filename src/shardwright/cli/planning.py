@@ -152,7 +152,7 @@ def plan(
                 try:
                     found.append(wanted(cluster=each, batch=batch))
                 except LayoutError as failure:
-                    if len(refused) + 1 >= len(on_each):
+                    if not on_each or (not found and each is on_each[-1]):
                         raise
                     refused[each.num_ranks] = failure  # the other numbers of ranks have their layouts
     said: dict[str, Any] = found[0].to_dict() if not numbers else {"by_ranks": [plans.to_dict() for plans in found]}

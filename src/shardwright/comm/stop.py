@@ -22,7 +22,7 @@ class Stop:
         self.signal = 0
         self.num_saves_requested = 0
         self.wanted = False
-        """Whether a rank's work asks that signals request the stop: see :meth:`follow_signals`."""
+        """Whether :meth:`follow_signals` was called, by any thread: the main thread then sets the handlers."""
         self._handled = contextlib.ExitStack()
         self._is_handled = False
 

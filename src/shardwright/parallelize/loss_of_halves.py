@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwright.analysis.copying import copied
 from shardwright.analysis.hidden_outputs import hidden_tensors
 from shardwright.analysis.meta_values import RANDOM
+from shardwright.analysis.sample_mixing import has_list
 from shardwright.dispatch_mode import DispatchMode
 from shardwright.models.losses import sum_and_count
 from shardwright.parallelize.repeated_calls import may_be_repeated
@@ -28,8 +29,8 @@ _MOST_ELEMENTS = 2**24
 """How many elements of outputs and targets are looked at: no more samples than have these, but two at least."""
 
 _WIDE_DIFFERENCE, _DIFFERENCE = 1e-5, 1e-3
-"""The relative difference of two means that is not a matter of rounding: of a loss of float64, of which code may make
-float32, and of other dtypes, in which products may be in TF32."""
+"""How much two means may differ by rounding alone, relative to them: if the loss is given float64, which its code may
+convert to float32; and if it is given another dtype, in which matrix products may be in TF32."""
 
 _NARROW_ROUNDINGS = 16
 """The same where the loss computes in bf16 or fp16, in roundings of one number."""
@@ -61,10 +62,9 @@ def difference_of_halves(loss: nn.Module, output: Any, targets: Any) -> tuple[fl
     count = next((len(each) for each in tensors if each.dim()), 0)
     if count < 2 or any(len(each) != count for each in tensors if each.dim()) or hidden_tensors((output, targets)):
         return None
-    lists = tree_leaves(targets, is_leaf=lambda each: isinstance(each, list))  # of what each sample has
-    if any(each.is_meta or tagged(each) is not None for each in tensors) or any(isinstance(x, list) for x in lists):
+    if any(each.is_meta or tagged(each) is not None for each in tensors):
         return None
-    if not may_be_repeated(loss):
+    if has_list(targets) or not may_be_repeated(loss):
         return None
     num_elements = max(sum(each.numel() for each in tensors) // count, 1)
     half = max(min(count, _MOST_ELEMENTS // num_elements) // 2, 1)
@@ -109,7 +109,7 @@ def _losses(
             for start, stop in ((0, 2 * half), (0, half), (half, 2 * half)):
                 given = tree_map_only(Tensor, partial(part, start, stop), (output, targets))
                 pairs.append(sum_and_count(copied(loss, {})(*given)))
-    except Exception:  # of the user's own code, which may need all samples, or cannot be copied; or of _RefusesDraws
+    except Exception:  # the user's code may raise anything on half of the samples; _RefusesDraws raises here, too
         return None
     values = torch.stack([torch.stack([each.double() for each in pair]) for pair in pairs]).tolist()
     return _SumRecord(values, calls.narrowest)

@@ -43,9 +43,10 @@ class OutputShare(NamedTuple):
 
 
 def described(output: Any, num_held: int, inputs: Any = (), num_samples: int = 0) -> OutputShare:
-    """Returns what ranks compare of their outputs: structure, shapes and digests of some elements, and of the inputs.
+    """Returns a summary of a rank's output, for ranks to compare: structure, shapes, and digests of some elements.
 
-    ``output`` is this rank's, for ``num_held`` samples, and ``inputs`` are those of all ``num_samples`` samples.
+    It has digests of the inputs too. ``output`` is this rank's, for ``num_held`` samples, and ``inputs`` are those of
+    all ``num_samples`` samples.
     """
     leaves, tree = tree_flatten(output)
     digests, values = ([tensor_digest(each) for each in some_elements(found)] for found in (inputs, leaves))

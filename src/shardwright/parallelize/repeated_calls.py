@@ -34,7 +34,7 @@ _PRINTS = frozenset(("open", "print", "input"))
 
 
 def may_be_repeated(loss: nn.Module) -> bool:
-    """Returns whether further calls of a copy of a loss send nothing and change nothing outside of it.
+    """Returns whether a copy of a loss can be called without effect on anything else: nothing is sent or written.
 
     A copy of a module has its own buffers and attributes. But functions and methods share what they close over, and
     what they know by a global name: one that writes to attributes, items or globals, prints, or knows a container, an

@@ -122,9 +122,9 @@ class StageLoad:
 
     @property
     def left(self) -> float:
-        """What the other stages have, as a share of what they would have if all were even.
+        """What all stages but the largest hold, relative to even stages: 1 if all are even, 0 if the largest has all.
 
-        If one of two stages has three quarters, the other has 0.5 of its even share.
+        If one of two stages has three quarters of the model, the other has 0.5 of its even share.
         """
         return (1 - max(self.parameters, self.work)) / (1 - 1 / self.num_stages) if self.num_stages > 1 else 1.0
 

@@ -49,8 +49,8 @@ def warnings_of(plans: Plans) -> list[str]:
         notes += [f"{', '.join(map(str, layouts))}: {said}"] * bool(layouts)
     usual = {row["name"]: row["value"] for row in Constants().rows()}
     notes += [
-        f"the constant {row['name']} is at its bound of {row['value']:g} {row['unit']}: what was measured or "
-        "fitted is not what it stands for"
+        f"the constant {row['name']} is at its bound of {row['value']:g} {row['unit']}: what was measured, "
+        "fitted or given is not what it stands for"
         for row in plans.cluster.constants.rows()
         if (row["source"] in ("measured", "fitted") or row["value"] != usual[row["name"]])
         and row["value"] in row["bounds"]

@@ -209,15 +209,14 @@ def check_words(layout: Layout | None, fix: str, without: Sequence[str]) -> None
     known = {*layout_axes(), *(name for each in STRATEGIES.values() for name in each.options), "recompute", "mb"}
     precisions = get_args(Precision)
     fixed = [part.partition(":")[0] for word in fix.split() for part in word.split("/")]
-    strange = next(
-        (head for head in fixed if not _is_known(head, {*known, *precisions, "compile", "single", OWN})), None
-    )
+    parts = {*known, *precisions, "compile", "single", OWN}
+    strange = next((head for head in fixed if not _is_known(head, parts)), None)
     if strange is not None:
         raise PlanError(
             "no axis, option or precision of --fix has this name",
             given=strange,
-            allowed=", ".join(sorted({*known, *precisions})),
-            fix=fix_for(strange, sorted({*known, *precisions})),
+            allowed=", ".join(sorted(parts)),
+            fix=fix_for(strange, sorted(parts)),
         )
     for word in without:
         head = word.partition(":")[0]

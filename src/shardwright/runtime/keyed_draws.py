@@ -390,6 +390,7 @@ def key_draws(
         places = {FIRST} if drawing is None else drawing.get(path, {FIRST})
         if type(module) is nn.MultiheadAttention and "forward" not in vars(module) and ALONE not in places:
             continue  # the layer itself is keyed, and so is dropout of samples in dim 0, or where a layer is known
+        # a dropout layer keys its own masks; where the record has samples in other dims, the record's places do
         if type(module) in KEYED and (
             places == {FIRST}
             or (path in of_layer and places.isdisjoint((ALONE, MIXED, SELECTED)))

@@ -482,8 +482,10 @@ def _compare(
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     beyond = [name for name, error in gradients.items() if not error <= allowed("gradients", name)]
     beyond += [name for name, error in later.items() if not error <= allowed("later", name) and name not in beyond]
+    equal = not beyond and loss_error <= allowed("loss", "")
+    said = () if equal else (*(_presence(name, expected, by_rank) for name in beyond), _nan_of(expected))
     return Verdict(
-        equal=not beyond and loss_error <= allowed("loss", ""),
+        equal=equal,
         max_relative_error=errors[worst],
         worst_parameter=worst,
         first_difference=beyond[0] if beyond else "",
@@ -498,7 +500,7 @@ def _compare(
         steps=len(expected.losses),
         allowed=max(allowed(kind, beyond[0] if beyond else worst) for kind in ("gradients", "later")),
         own_error=own_error,
-        presence=next(filter(None, (_presence(name, expected, by_rank) for name in beyond)), _nan_of(expected)),
+        presence=next(filter(None, said), ""),
         shares={each.factor: each.share for each in cuts},
         flops={each.factor: each.flops for each in cuts if each.flops is not None},
         left_whole="; ".join(str(each) for each in cuts if each.is_low),

@@ -383,13 +383,14 @@ def narrow_errors(
     """
     quarter = torch.finfo(narrow).eps / 4
     errors, losses = dict[str, float](), []
+    loss_scale = LossScale()
     steps = [(0.0, "cpu"), (quarter, "cpu"), (-quarter, "cpu"), *([(0.0, device)] if device != "cpu" else [])]
     for number, (step, place) in enumerate(steps):
         run = partial(
             reference, plain, loss, batches[:1], seed, plan, draws, eps=expected.eps,
             shift=partial(_shift, step, number), narrow=narrow, device=place,
         )  # fmt: skip
-        found = _with_loss_scale(run) if narrow == torch.float16 else run()
+        found = _with_loss_scale(run, loss_scale) if narrow == torch.float16 else run()
         for name, scale in scales(expected.gradients, floor).items():
             a, b = found.gradients.get(name), expected.gradients[name]
             if a is not None and b is not None and b.numel():
@@ -398,9 +399,8 @@ def narrow_errors(
     return DeviceDifference(narrow, max(losses), errors, {})
 
 
-def _with_loss_scale(run: Callable[..., TrainingOutcome]) -> TrainingOutcome:
-    """Returns the outcome under the largest loss scale at which no gradient overflows, as a run in fp16 finds it."""
-    scale = LossScale()
+def _with_loss_scale(run: Callable[..., TrainingOutcome], scale: LossScale) -> TrainingOutcome:
+    """Returns the outcome of a run in fp16; ``scale`` is halved until no gradient overflows, as in training."""
     while True:
         found = run(scale=scale.value)
         if not first_not_finite(found.gradients) or scale.value <= LEAST_SCALE:

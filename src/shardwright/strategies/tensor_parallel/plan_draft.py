@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwright.analysis.known_modules import attention_layers, is_plain_attention
 from shardwright.analysis.model_graph import RecordedRun
-from shardwright.analysis.structure import LayerChain, find_head, is_exactly, owners, registered_twice
+from shardwright.analysis.structure import LayerChain, find_head, is_exactly, is_known, owners, registered_twice
 from shardwright.errors import GridError
 from shardwright.forward_stack import Rung
 from shardwright.models.attention import Attention
@@ -44,6 +44,11 @@ def recorded_run(job: Job) -> RecordedRun | None:
         return None if job.graph is None else job.graph.run
     except Exception:  # recording runs the user's forward on tensors without values, and that may raise anything
         return None
+
+
+def record_of_own_code(job: Job) -> RecordedRun | None:
+    """Returns :func:`recorded_run` of a model with code of its own; None for one of torch's and our own layers."""
+    return None if all(map(is_known, job.model.modules())) else recorded_run(job)
 
 
 @dataclass
@@ -102,11 +107,11 @@ class PlanDraft:
         What gathers or cuts rows takes them from dim 0, so these layers may gather their weights alone.
         """
         cuts_samples = bool(self.mode.row_axes) and self.mode.dim == 0
-        run = recorded_run(self.job) if cuts_samples else None
+        run = record_of_own_code(self.job) if cuts_samples else None
         return frozenset() if run is None else frozenset(run.without_samples_first)
 
     def stays_still(self, chain: LayerChain) -> bool:
-        """Returns whether no rows may be gathered or cut inside a pair of column- and row-parallel layers."""
+        """Returns whether samples must not be gathered or scattered between column- and row-parallel layers."""
         layers = {*chain.columns, chain.row}
         return chain.row in self.overrides.still or not self.rows_elsewhere.isdisjoint(layers)
 

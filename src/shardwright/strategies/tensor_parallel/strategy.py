@@ -41,7 +41,7 @@ from shardwright.strategies.tensor_parallel.on_parts import (
     work_cut,
 )
 from shardwright.strategies.tensor_parallel.place import place
-from shardwright.strategies.tensor_parallel.plan_draft import own_names, recorded_run
+from shardwright.strategies.tensor_parallel.plan_draft import own_names, record_of_own_code, recorded_run
 from shardwright.strategies.tensor_parallel.roles import GridAxis, State
 from shardwright.strategies.tensor_parallel.traffic import traffic
 from shardwright.strategies.tensor_parallel.traffic_cuts import traffic_cuts
@@ -169,7 +169,7 @@ class TensorParallel:
         takes no autograd function of a collective, and those that ``torch.func.functional_call`` calls with tensors in
         place of their parameters.
         """
-        run = None if all(map(is_known, job.model.modules())) else recorded_run(job)
+        run = record_of_own_code(job)
         if run is None:
             return {}
         calls, found = run.recording.calls, dict[str, str]()
