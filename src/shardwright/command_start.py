@@ -25,7 +25,7 @@ from shardwright import command_signals
 from shardwright.fork_server import FORK_SERVER
 
 _OF_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-"""Variables that a launcher of ranks sets, whose processes start none."""
+"""The environment variables that launchers set for a rank: a process with one of them starts no ranks itself."""
 
 
 def imported() -> None:
@@ -45,9 +45,9 @@ def imported() -> None:
 def ending() -> None:
     """Ends what holds for the time of a command; the command calls it last.
 
-    SIGUSR1 is ignored from now on, and the interpreter ends without a search for garbage. Beside triton it is searched
-    for, in what was imported too, which takes a third of a second: triton's extensions, built with nanobind, would else
-    name on stderr each function that outlived the interpreter.
+    SIGUSR1 is ignored from now on, and the interpreter ends without a search for garbage. If triton is imported,
+    garbage is searched for after all, among the imported objects too, which takes a third of a second: triton's
+    extensions, built with nanobind, would else name on stderr each function that outlived the interpreter.
     """
     if command_signals.IS_COMMAND:
         (gc.unfreeze if "triton" in sys.modules else gc.freeze)()

@@ -202,7 +202,7 @@ def _start(has_high: bool, device: torch.device) -> Tensor:
 
 
 def _raveled(index: Tensor, dims: Sequence[HeldDim]) -> Tensor:
-    """Returns the row-major index of each place, after the dims ``dims`` are appended to the places ``index``."""
+    """Returns the row-major indices of the elements held in ``dims``, within each of the outer indices ``index``."""
     for dim in dims:
         index = (index.view(-1, 1) * dim.size + dim.indices(index)).view(-1)
     return index

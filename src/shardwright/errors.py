@@ -23,7 +23,7 @@ def explain(what: str, *, given: object, allowed: object, fix: object) -> str:
 
 
 def aligned(lines: Iterable[str]) -> str:
-    """Returns several lines as one part of an error, each below the other behind the part's name.
+    """Returns several lines as one part of an error's text, aligned below each other.
 
     >>> print(explain("ranks disagree", given=aligned(["rank 0: 2", "rank 1: 3"]), allowed="one number", fix="agree"))
     ranks disagree

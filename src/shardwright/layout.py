@@ -47,7 +47,7 @@ _Canonical: TypeAlias = "tuple[tuple[int, ...], tuple[Option, ...]]"
 
 
 class _ItemError(Exception):
-    """Its arguments are the problem of an item, the allowed items, and the nearest item that works or ""."""
+    """Raised for an item of a layout line, with the problem, the allowed items, and the nearest valid item or ""."""
 
 
 def _error(what: str, given: object, allowed: str, fix: str) -> LayoutError:
@@ -210,7 +210,7 @@ class Layout:
 
     @classmethod
     def _read(cls, items: Sequence[str]) -> tuple[Layout, tuple[str, str] | None]:
-        """Returns the layout of those items that can be read or mended, and the first error with what is allowed."""
+        """Returns the layout of items that can be read or mended, and the first error with what is allowed, or None."""
         found: dict[str, Any] = {}
         wrong = None if items else ("the line is empty", _items())
         for item in items if items != ["single"] else ():

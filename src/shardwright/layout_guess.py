@@ -21,7 +21,7 @@ _LINE_WORDS = {
     **dict.fromkeys(("compile", "compiled", "inductor"), "compile"),
     **dict.fromkeys(("single", "none", "fp", "float"), ""),
 }
-"""Words for what is no axis, each with the item of the line; "" for one that a line does not have."""
+"""Words that name no axis, each with the item of a layout line that it means; "" if a line has no such item."""
 
 _WORD = re.compile("([a-z][a-z_-]*)[=:_-]*([0-9]+(?:x[0-9]+)*)?")
 _NUMBER = re.compile("([0-9]+(?:x[0-9]+)*)-?([a-z_]*)")
@@ -29,7 +29,7 @@ _ENDINGS = re.compile("[_-]?(size|parallel|parallelism|degree|world|num|steps)$"
 
 
 class _Word(NamedTuple):
-    """A word of a mistyped line with the number behind it; an option as it stands has no number."""
+    """A word of a mistyped line, with the number written behind it; an option has no number."""
 
     name: str
     number: str = ""
@@ -73,7 +73,7 @@ def meant(items: Sequence[str], nearest_item: Callable[[str], str], own: str) ->
 
 
 def _joined(items: Sequence[str], nearest_item: Callable[[str], str]) -> Iterator[str | _Word]:
-    """Yields items that can be read as they are, and the words of others; a number alone belongs to the word before."""
+    """Yields valid items as they are, and others as words; a number that stands alone belongs to the word before."""
     last: _Word | None = None
     whole: list[str] = []
     for item in items:  # "dp2/zero 3"
@@ -113,7 +113,7 @@ def _words(text: str) -> Iterator[_Word]:
 
 
 def _options(name: str) -> list[str]:
-    """Returns the axes that have an option of this name; ``file`` alone, without its path, is none."""
+    """Returns the axes that have an option of this name; none for ``file``, which needs a path."""
     return [axis for axis, names in OPTIONS.values() if name != "file" and name.partition(":")[0] in names]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _ROWS = "_shardwright_rows"
-"""The attribute of a tensor that has them; None for one whose rows are not known, but depend on such rows."""
+"""The attribute that holds a tensor's row numbers; None for a tensor made of such rows whose own are not known."""
 
 
 def is_of_rows(tensor: object) -> bool:
@@ -44,7 +44,7 @@ def give_rows(tensor: Tensor, rows: Tensor | None) -> None:
 
 
 def equal_before(numbers: Tensor) -> Tensor:
-    """Returns how many equal numbers come before each.
+    """Returns, for each of ``numbers``, how many equal numbers come before it.
 
     >>> equal_before(torch.tensor([7, 3, 7, 7, 3])).tolist()
     [0, 0, 1, 2, 1]

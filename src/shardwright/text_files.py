@@ -40,7 +40,10 @@ def read_text(path: Path, most_bytes: int, encoding: str = "utf-8", *, pipes: bo
 
 
 def _read_pipe(path: Path, most_bytes: int) -> bytes:
-    """Returns what is written to a pipe, up to ``most_bytes``. Opening it as a file waits for a writer for ever."""
+    """Returns what is written to a pipe, up to ``most_bytes``, without the endless wait of a plain open.
+
+    Raises: OSError: nothing was written in ten seconds.
+    """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         poll = select.poll()

@@ -17,13 +17,13 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 Counters = frozenset[tuple[str, str]]
-"""Settings by (path of the submodule, name) that count the blocks of a list, as ``layer_idx`` does."""
+"""Settings, as (path of a submodule, attribute), whose value is a block's place in its list, as ``layer_idx`` is."""
 
 
 def counters(blocks: Iterable[nn.Module]) -> Counters:
-    """Returns the settings whose value is a block's place in ``blocks``, the same for all blocks that have them.
+    """Returns the settings whose value is a block's place in ``blocks``, in every block that has them.
 
-    Settings of a block alone are left out, and so are those that the first two blocks do not have.
+    A setting that only one block has is left out.
 
     >>> blocks = [nn.Linear(2, 2) for _ in range(3)]
     >>> for place, block in enumerate(blocks):
@@ -94,9 +94,10 @@ def likeness(block: nn.Module, counters: Counters = frozenset()) -> tuple[object
 
 
 def _text_of(value: Any) -> str:
-    """Returns the text of a collection of plain values and functions; nothing of others, whose texts may hide more.
+    """Returns the ``repr`` of a list, dict, set or frozen dataclass that holds just plain values and functions, or "".
 
-    A collection is also an object of a frozen dataclass, such as a config, for which the text names the class.
+    A dataclass is described by its fields. The text begins with the ``id`` of the class. Values of other kinds may
+    differ though their texts are equal.
     """
     kind = type(value)
     params = getattr(kind, "__dataclass_params__", None)

@@ -65,7 +65,7 @@ def bind(chunked: ChunkedModel, inputs: Any) -> dict[str, Any]:
     """Returns a batch's inputs as a dict; its keys are the names of the placeholder nodes of the graph of ``chunked``.
 
     ``call_graph.run`` takes them in this form. An input that is None is left out, because the graph has no node for it,
-    and so are flags if the graph is of their values.
+    and so is a flag (a bool or text) if the graph was traced for its value.
 
     Raises: KeyError: a dict of inputs lacks an argument of the graph. ValueError: the number of positional inputs that
         are not None differs from the number of placeholders.

@@ -153,7 +153,10 @@ def _without_statistics(forward: Callable[..., Any], *args: Any, **named: Any) -
 
 
 class _IgnoresBatch(TorchFunctionMode):
-    """Computes batch norms as in evaluation, of a result of the right shape."""
+    """A torch function mode in which ``batch_norm`` accepts any batch, and returns a result of the right shape.
+
+    It normalizes by zeros in place of statistics, as in evaluation, and updates none.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

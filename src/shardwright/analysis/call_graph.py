@@ -27,7 +27,10 @@ from shardwright.analysis.tracer import ATTRIBUTES, NO_GRADIENT, line_of
 from shardwright.errors import LayoutError, UnknownCodeError
 
 Repeat = Callable[[str, int, int], None]
-"""A callback ``repeat(module, times, total)``: earlier chunks made ``times`` of the ``total`` calls of that module."""
+"""A callback ``repeat(module, times, total)`` that is told the number of a module's calls made by earlier chunks.
+
+Those chunks made ``times`` of the ``total`` calls.
+"""
 
 
 class CallSite(NamedTuple):
@@ -173,7 +176,7 @@ class ChunkedModel:
     def _chunks_by_call(self) -> Mapping[str, Sequence[frozenset[int]]]:
         """Maps each module to the chunks that make each of its calls.
 
-        A call that depends on model inputs alone has several.
+        Several chunks may make a call that depends on model inputs alone.
         """
         ran = [set(self.nodes_of(chunk)) for chunk in range(self.num_chunks)]
         found: dict[str, list[frozenset[int]]] = {}
@@ -188,7 +191,7 @@ class ChunkedModel:
 
     @cached_property
     def _callers(self) -> dict[str, str | None]:
-        """Maps a module to itself or the one around it that the graph calls, None if it calls none; filled on use."""
+        """A cache, by module: the module that the graph calls, itself or one around it, or None."""
         return {}
 
     def times(self, module: str, num_calls: int, chunks: Collection[int]) -> tuple[int, ...]:

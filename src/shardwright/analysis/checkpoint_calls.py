@@ -85,7 +85,7 @@ def checkpoint_call(within: CodeType) -> CheckpointCall | None:
 
 
 def saved_by() -> Any:
-    """Returns the hook by which autograd packs what it saves now, as inside of a checkpoint; None if there is none."""
+    """Returns the pack function of the innermost ``saved_tensors_hooks``, as of a checkpoint; None if there is none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
@@ -93,11 +93,12 @@ def saved_by() -> Any:
 def prepare_checkpoint(prepared: Callable[[Sequence[Any]], Callable[[Sequence[Any]], None] | None]) -> None:
     """Prepares the checkpoint inside of whose forward the caller's code runs, if any, for code that runs on shards.
 
-    The checkpoint compares what its forward saves with what its backward computes again, and the latter outside of
-    modes that give for a shard the shape of the whole tensor; so it compares shapes of local tensors from here on.
-    ``prepared(inputs)`` is called once for each checkpoint, with its positional inputs. It returns a function that the
-    backward will call with these inputs before it runs the code again, or None. They are other tensors then, without
-    the attributes of the first ones, where hooks around the checkpoint have saved them.
+    The checkpoint compares the shapes that its forward saves with those that its backward computes again. The backward
+    reads them outside of the modes that give a shard the shape of the whole tensor, so from here on the checkpoint
+    compares local shapes. ``prepared(inputs)`` is called once for each checkpoint, with its positional inputs. It
+    returns a function that the backward will call with these inputs before it runs the code again, or None. If hooks
+    around the checkpoint have saved the inputs, the backward has other tensors, without the attributes of the first
+    ones.
     """
     frame = _frame_of(saved_by())
     if frame is None:
@@ -116,7 +117,7 @@ _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 
 
 class _Prepared:
-    """Runs the code of a checkpoint again, on inputs that ``prepare`` was called with before."""
+    """The function of a checkpoint, which first calls ``prepare``, if there is one, with the inputs it is run on."""
 
     def __init__(self, function: Callable[..., Any], prepare: Callable[[Sequence[Any]], None] | None) -> None:
         self._function, self._prepare = function, prepare
@@ -128,7 +129,7 @@ class _Prepared:
 
 
 class _LocalShape:
-    """Calls a function with a tensor where no mode answers for it."""
+    """Calls a function with a tensor while torch function modes are off, so that it reads a shard's local shape."""
 
     def __init__(self, function: Callable[[Tensor], Any]) -> None:
         self._function = function
@@ -148,10 +149,10 @@ _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 
 
 def _places(within: CodeType) -> Iterator[CheckpointCall | None]:
-    """Yields the checkpoints whose forwards are running in this thread, innermost first.
+    """Yields the checkpoints whose forwards are running in this thread, innermost first, up to a call of ``within``.
 
-    It is None for one of torch's that keeps nothing now, because gradients are off around it: its forward may run again
-    where another checkpoint, which is around it, repeats its own.
+    None stands for a checkpoint of torch that keeps nothing now, because gradients are off around it: its forward may
+    run again when a checkpoint around it repeats its own.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not within:

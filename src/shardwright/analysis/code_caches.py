@@ -86,7 +86,7 @@ def code_caches_put_back(model: nn.Module) -> Iterator[None]:
 def _caches_of(classes: frozenset[type]) -> tuple[tuple[Any, ...], tuple[ModuleType, ...], tuple[type, ...]]:
     """Returns where the code of some classes may keep tensors: cached functions, Python modules, and the classes.
 
-    The functions have an ``lru_cache``. The classes are those given and their bases.
+    The functions have an ``lru_cache``. The classes are those given and their bases. The result is cached.
 
     Classes of torch and of this library are left out. The Python modules are the ones that define the classes and their
     bases, and the user's own modules that those import from.
@@ -114,7 +114,7 @@ def _caches_of(classes: frozenset[type]) -> tuple[tuple[Any, ...], tuple[ModuleT
 def _home_of(value: Any) -> ModuleType | None:
     """Returns the module of Python that a value is, or in which a function or class is defined; or None.
 
-    It asks the type alone, and no attribute of other objects, which may import, or fail, when they are asked.
+    No attribute of any other object is read, since reading one may import something, or fail.
     """
     kind = type(value)
     if issubclass(kind, ModuleType):
@@ -135,7 +135,10 @@ def _is_own(module: ModuleType, packages: set[str]) -> bool:
 
 
 def _cached(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yields the functions with a cache that a value is, or wraps."""
+    """Yields each function with an ``lru_cache`` that a value is or wraps, as a method, a property or a closure does.
+
+    Ids of the closures that have been searched are added to ``seen``, and closures in it are skipped.
+    """
     waiting = [value]
     while waiting:
         each = waiting.pop()

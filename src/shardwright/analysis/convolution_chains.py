@@ -224,7 +224,11 @@ class _ChainSearch:
         return _ChainPart((node,), (), (), out, groups if groups > 1 else out)
 
     def _flat_part(self, node: fx.Node, in_features: int) -> _ChainPart:
-        """Returns the part that leads to a value behind a flatten, where each channel is a run of features."""
+        """Returns the part of a chain up to a flattened value, in which each channel has become several features.
+
+        The number of features is noted in the ``meta`` of the nodes behind the flatten. Without such a part it raises
+        _NoChainError.
+        """
         if _is_flatten(node, self.root):
             part = self._part(node.all_input_nodes[0])
             if in_features % part.channels:

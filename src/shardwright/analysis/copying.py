@@ -115,7 +115,10 @@ class _CopiedFunctions:
         self._filled: set[int] = set()
 
     def rebind(self, model: nn.Module) -> None:
-        """Replaces functions in the attributes of every module of the copied ``model``."""
+        """Replaces functions in the attributes of every module of the copied ``model``.
+
+        Raises PlanError for one that cannot be rebuilt.
+        """
         modules: dict[str, nn.Module] = dict(model.named_modules())
         self._done.update((id(module), (module, module)) for module in modules.values())
         for path, module in modules.items():

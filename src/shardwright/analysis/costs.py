@@ -154,8 +154,9 @@ def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite,
 def _key_of(
     call: Any, args: tuple[Any, ...], named: Mapping[str, Any], values: MetaValues | None, num_given: int | None = None
 ) -> object:
-    """Returns all that decides what a call of a module costs; None where that is not known, as with known values.
+    """Returns a cache key that is equal for module calls of equal cost, or None for a call that cannot be compared.
 
+    A call cannot be compared if its module has hooks, or if values of its tensors are known, which its code may read.
     Of ``args`` only the first ``num_given`` are in the key.
     """
     if not isinstance(call, nn.Module) or has_hooks(call, inside=True):

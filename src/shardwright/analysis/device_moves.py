@@ -56,13 +56,13 @@ _DEVICE = Tensor.device.__get__  # what a function mode sees of ``tensor.device`
 _WRITES = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__")
 )
-"""The names of operators that write into their first argument; those of other functions that do end in one ``_``."""
+"""The names of operators that write into their first argument, beside functions whose name ends in one ``_``."""
 
 _BEFORE = "_shardwright_before"
-"""The attribute of a tensor that became a meta tensor, with the storage that it had."""
+"""The name of the attribute that keeps, on a tensor that became a meta tensor, the storage that it had before."""
 
 _MADE = "_shardwright_made"
-"""The attribute of a tensor that code has made in a forward that runs on the meta device."""
+"""The name of the attribute that marks a tensor as made by code in a forward that runs on the meta device."""
 
 
 def mark_made(result: Any, args: tuple[Any, ...]) -> Any:
@@ -114,9 +114,9 @@ def to_meta_if_written(function: Callable[..., Any], args: tuple[Any, ...], name
 
 
 def _swap(tensor: Tensor, made: Tensor) -> bool:
-    """Makes of a tensor what ``made`` is, and returns True; returns False if that cannot be, as there are views of it.
+    """Turns ``tensor`` into ``made`` in place and returns True; returns False if it has views, which prevent that.
 
-    Its storage is kept, since a record knows tensors by the addresses of their storages.
+    The earlier storage is kept alive, since a record knows tensors by the addresses of their storages.
     """
     storage = tensor.untyped_storage()
     torch._C._autograd._unsafe_set_version_counter((made,), (tensor._version,))

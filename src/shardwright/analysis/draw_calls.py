@@ -78,7 +78,7 @@ KEYED_FUNCTIONS = (
 """The functions whose numbers do not depend on the layout, as an error lists them."""
 
 UNKEYED_FIX = "compute the numbers from torch.rand, or draw in the data loader and pass them as an input"
-"""What to do about draws by other functions."""
+"""The advice in an error about random draws by any other function."""
 
 _OTHERS = (torch.poisson, torch.binomial, Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_)
 """Functions that draw random numbers and that the library cannot make independent of the layout."""

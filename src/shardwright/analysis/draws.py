@@ -139,7 +139,7 @@ class Draws:
         return list(dict.fromkeys(path for (path, _, _), place in self.places.items() if place == ALONE))
 
     def drawn_for_each(self, modules: Collection[str], once: Collection[str] = (), num_samples: int = 0) -> Draws:
-        """Returns these draws with those of ``modules`` marked as :data:`ALONE` and in no loop, if without samples.
+        """Returns the draws with those of ``modules`` that have no samples marked as :data:`ALONE`, in no loop.
 
         These modules were found to draw more often in a larger batch. Those in ``once`` draw once for each of the
         ``num_samples`` samples, which is a loop.
@@ -180,7 +180,7 @@ class Draws:
             self._check_samples()
 
     def _check_kinds(self) -> None:
-        """Raises PlanError for draws that have no numbers of the library's: of other operators, or in a backward."""
+        """Raises PlanError for draws whose numbers the library cannot compute: of other operators, or in a backward."""
         for path, name in self.unkeyed:
             raise PlanError(
                 f"'{path or 'the model'}' draws random numbers that would depend on the layout",
@@ -225,7 +225,10 @@ class Draws:
                 )
 
     def _check_samples(self) -> None:
-        """Raises PlanError for draws that depend on which samples of a batch a rank or microbatch has."""
+        """Raises PlanError for draws that depend on which samples of a batch a rank or microbatch has.
+
+        It warns of modules that draw as often as there are samples, and that are taken to do so in the batch's order.
+        """
         for path in sorted(self.counted):
             warn(
                 f"{path or 'the model'!r} draws random numbers once for each sample, and nothing shows for which: they "
@@ -330,9 +333,9 @@ Pipeline stages do not cut such a module inside: one that holds most of the mode
 def _drawn_alone(
     found: Iterable[FoundDraw], flow: SampleFlow, places: Mapping[DrawKey, SamplePlace | None]
 ) -> dict[str, dict[int, list[int | None]]]:
-    """Returns, by module and number of its call, for which sample alone each draw is made; None for other draws.
+    """Returns, by module and call number, the one sample that each draw is for; None for a draw for several or none.
 
-    ``places`` say which drawn tensors have a dim of samples: these are for all that are in it.
+    ``places`` says which drawn tensors have a dim of samples: these are for all samples in it.
     """
     samples: dict[str, dict[int, list[int | None]]] = {}
     for key, use, *_ in found:
@@ -415,7 +418,10 @@ def _place(use: TensorUse, recording: Recording, axes: RunAxes) -> SamplePlace |
 
 
 def _around(axis: DimAxis, batch: set[DimAxis]) -> tuple[int, int] | None:
-    """Returns the numbers of elements slower and faster than an axis's samples, or None if these are no one factor."""
+    """Returns how many elements of a dim vary slower and faster than its samples; None if samples are no factor of it.
+
+    The dim is given by its ``axis``, the index that tensors share; ``batch`` has the indices of samples.
+    """
     axis = root(axis)
     if axis.is_leaf:
         return (1, 1) if axis in batch else None
@@ -471,9 +477,9 @@ class FindsDraws(TorchFunctionMode):
 
 @contextmanager
 def moved_on(found: Sequence[FoundDraw]) -> Iterator[None]:
-    """Returns a context in which the generators that code has drawn from have drawn some more, and at its end have not.
+    """Returns a context in which the generators of some draws are advanced by a few numbers; at its end they are reset.
 
-    A forward that is run in it, and makes or seeds a generator itself, draws from one that has not.
+    A forward that makes or seeds a generator itself draws the same numbers inside of it (:func:`seeded_draws`).
     """
     generators = {id(each.generator[0]): each.generator[0] for each in found if each.generator is not None}
     before = [generator.get_state() for generator in generators.values()]
@@ -487,10 +493,10 @@ def moved_on(found: Sequence[FoundDraw]) -> Iterator[None]:
 
 
 def seeded_draws(first: Sequence[FoundDraw], again: Sequence[FoundDraw]) -> list[DrawKey]:
-    """Returns the keys of draws from generators that a forward makes or seeds: they are alike in both of its runs.
+    """Returns the keys of draws from generators that a forward makes or seeds: two runs draw from equal states.
 
-    ``again`` are those of a run :func:`moved_on` from the ``first``. A generator that the model keeps has another
-    state there, unless the forward has seeded it.
+    ``first`` are the draws of one run, and ``again`` those of a run inside of :func:`moved_on`. A generator that the
+    model keeps has another state there, unless the forward has seeded it.
     """
     states = {each.key: each.generator[1] for each in again if each.generator is not None}
     alike = (

@@ -26,7 +26,7 @@ def flop_formula(packet: Any) -> Callable[..., int] | None:
 
 
 def flops_of_groups(first: Any, second: Any, *_: Any, **__: Any) -> int:
-    """Returns the FLOPs of ``_grouped_mm``: the groups of rows together are the rows, whatever their sizes."""
+    """Returns the FLOPs of ``_grouped_mm``; they do not depend on the sizes of the groups."""
     a, b = (each.shape if isinstance(each, Tensor) else each for each in (first, second))
     groups = a[0] if len(a) == len(b) == 3 else 1
     return 2 * groups * prod(a[-2:]) * b[-1]

@@ -48,7 +48,10 @@ from shardwright.analysis.operator_results import tensors_of
 from shardwright.analysis.tracer import is_autograd_function
 
 _HOOKS = frozenset([Tensor.register_hook, Tensor.register_post_accumulate_grad_hook])
-"""The functions that set hooks on gradients. On the ghost of a tensor that another stage has, a hook would not run."""
+"""The functions that set hooks on gradients.
+
+On a ghost, the meta tensor that stands for a tensor of another stage, a hook would not run.
+"""
 
 _READERS = frozenset([Tensor.tolist, Tensor.numpy, Tensor.__array__])
 """Tensor methods that read a tensor's values without running an operator."""
@@ -123,7 +126,7 @@ def calls_replaced(around: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[N
 
 
 def _needs_gradient(tensor: Tensor) -> bool:
-    """Returns whether a tensor, or that which transforms such as ``torch.vmap`` have wrapped in it, has a gradient."""
+    """Returns whether a tensor requires a gradient, or the one inside if ``torch.vmap`` or the like has wrapped it."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor.requires_grad
@@ -215,9 +218,9 @@ class _ForwardRecorder(TorchFunctionMode):
         return results
 
     def _selecting(self, func: Any, args: Any, named: Any) -> Any:
-        """Runs a function on meta, and notes a module whose code selects or decides by the values that it reads.
+        """Runs a function on the meta device, and notes a module whose code selects or decides by values that it reads.
 
-        Every stage runs the code between modules, so that code may not decide by values that one stage has.
+        Every stage runs the code between modules, so that code may not decide by values that only one stage has.
         """
         selected, self._values.selects_all = self._values.num_selected, self._running[-1][0] != ""
         try:
@@ -363,7 +366,7 @@ class _ForwardRecorder(TorchFunctionMode):
             self._functions.add(node)
 
     def caller(self, path: str, module: nn.Module) -> Callable[..., Any]:
-        """Returns the function that runs in place of a module's call."""
+        """Returns the function that runs in place of a module's call and records the call."""
         original: Callable[..., Any] = module._call_impl
 
         def call(*args: Any, **named: Any) -> Any:

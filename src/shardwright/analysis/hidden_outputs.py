@@ -24,11 +24,11 @@ from shardwright.analysis.operator_results import tensors_of
 from shardwright.errors import PlanError
 
 _DEEPEST = 6
-"""How many objects, lists and dicts, one in the other, are looked into."""
+"""How deep objects, lists and dicts that are nested in each other are searched for tensors."""
 
 _ELSE = (str, bytes, int, float, complex, type, nn.Module, torch.Generator, torch.dtype, torch.device, ModuleType,
          FunctionType, BuiltinFunctionType, MethodType)  # fmt: skip
-"""What is no container of a model's outputs."""
+"""The classes of values that are not searched for tensors."""
 
 
 class HiddenTensor(NamedTuple):
@@ -43,7 +43,7 @@ class HiddenTensor(NamedTuple):
 
 
 def hidden_tensors(tree: Any) -> list[HiddenTensor]:
-    """Returns the tensors in the objects of a nested output that are neither tensors nor known to torch's pytree.
+    """Returns the tensors of a nested output that are inside of objects which torch's pytree does not look into.
 
     >>> from types import SimpleNamespace
     >>> output = torch.ones(1), SimpleNamespace(y=torch.ones(2), name="y")
@@ -56,10 +56,10 @@ def hidden_tensors(tree: Any) -> list[HiddenTensor]:
 
 
 def unseen_outputs(outputs: Any) -> list[HiddenTensor]:
-    """Returns the hidden tensors of an output without visible ones, and else those that depend on other parameters.
+    """Returns an output's hidden tensors if it has no visible ones, else those that alone depend on some parameter.
 
-    Those depend on a parameter on which no visible output depends, so that it is trained by them alone. The keys and
-    values of a cache, also those of a window of them, depend on parameters on which the logits beside them depend too.
+    Only they train that parameter, since no visible output depends on it. The keys and values of a cache, also those of
+    a window of them, depend on parameters on which the logits beside them depend too.
     """
     found, visible = hidden_tensors(outputs), [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     if not found or not visible:
@@ -92,7 +92,7 @@ def checked_loss(loss: Callable[[Any, Any], Any], output: Any, targets: Any, whe
 
 
 class _Reads(TorchFunctionMode):
-    """Notes the tensors that functions are called with, other than to ask for their shapes and the like."""
+    """A torch function mode that collects the ids of functions' tensor arguments, but not in reads of shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def _inside(value: Any, holder: type, seen: set[int], depth: int) -> Iterator[Hi
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Callable[[Tensor], None] | None]]:
-    """Yields what an object holds, each with what puts another value in its place."""
+    """Yields each value that an object holds, with a function that puts a tensor in its place (None if it cannot)."""
     if isinstance(value, list | tuple) and value and isinstance(value[0], str | int | float):
         return  # as a list of tokens, which may be long
     if isinstance(value, Mapping | list | tuple):

@@ -19,7 +19,7 @@ _KEPT = local()
 class _TracedBlocks(NamedTuple):
     of_module: _ByKey
     of_kind: _ByKey
-    """By :func:`likeness`. The modules are kept too, so that the ids in keys stay taken."""
+    """The traces by kind of module (:func:`likeness`). The modules are kept too, so that the ids in keys stay taken."""
 
 
 @contextmanager

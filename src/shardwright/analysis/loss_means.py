@@ -34,7 +34,7 @@ _SAME_NUMBER = frozenset((
     "_to_copy", "_unsafe_view", "alias", "clamp", "clamp_min", "clone", "contiguous", "detach", "flatten", "maximum",
     "permute", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view",
 ))  # fmt: skip
-"""Operators after which a count is still the same, unless it is of no targets, and targets are in another order."""
+"""Operators whose result is the same count as their operand, if it is not 0, or the same targets in another order."""
 
 
 def other_means(
@@ -43,7 +43,7 @@ def other_means(
 ) -> list[RecordedCall]:  # fmt: skip
     """Returns the operators by which a recorded loss divides a sum over samples by another number than is counted.
 
-    That is a sum of weights, or a count of the samples that a mask keeps, where the targets are counted.
+    Such a number is a sum of weights, or a count of the samples that a mask keeps, while the loss counts the targets.
 
     ``sums`` are the values that are made of all samples, and ``trained`` those that depend on the model's output.
     Where the loss multiplies its mean by that sum or count again, as :class:`MeanLoss` does with the targets that it
@@ -95,7 +95,7 @@ class _ClassCount(NamedTuple):
 
 
 class _LossNumbers:
-    """How the numbers of a recorded loss were made."""
+    """The operators that made the numbers of a recorded loss; methods tell which are sums, counts, or made alike."""
 
     def __init__(self, recording: Recording, axes: RunAxes, counted: tuple[int | None] | None) -> None:
         self._axes, self._calls, self._counted = axes, recording.calls, counted
@@ -138,10 +138,10 @@ class _LossNumbers:
         return _ClassCount(number, self.number(compared.operands[0])) if compared and isinstance(number, int) else None
 
     def leaves_out(self, count: _ClassCount, times: Collection[TensorUse], targets: Any) -> bool:
-        """Returns whether a mean leaves out targets of a class, and is not multiplied by the count of the others.
+        """Returns whether a mean leaves out the targets of a class, and is not multiplied by the count of the rest.
 
-        ``times`` are what it is multiplied by: the count of all of a batch's targets is not that of the mean's, which
-        may be some of them. A class below 0 is left out if a target has it.
+        ``times`` are the tensors by which the mean is multiplied. The count of all targets of a batch is not the count
+        of a mean over some of them. A class below 0 is left out only if a target has it.
         """
         if any(self.class_count(use) == count for use in times):
             return False
@@ -150,7 +150,10 @@ class _LossNumbers:
         return count.ignored >= 0 or _has_class(targets, count.ignored)
 
     def undivided(self, use: TensorUse) -> RecordedCall | None:
-        """Returns the sum over samples that a number is, or that is a term of it, or None."""
+        """Returns the operator whose sum over samples is a number, or a term of it; None for a sum that is divided.
+
+        The result is None too if the number is no sum over samples.
+        """
         call = self._maker.get(self._source(use))
         if call is None:
             return None
@@ -177,7 +180,7 @@ class _LossNumbers:
         return found
 
     def _equal(self, call: RecordedCall) -> RecordedCall | None:
-        """Returns the comparison for equality of which a call is the opposite, or None."""
+        """Returns the ``eq`` operator whose result an operator negates, or None for any other operator."""
         compared = self._maker.get(call.operands[0]) if call.name in ("bitwise_not", "logical_not") else None
         return compared if compared is not None and compared.name == "eq" else None
 
@@ -193,7 +196,7 @@ class _LossNumbers:
 
 
 def _keeps_number(call: RecordedCall) -> bool:
-    """Returns whether a call gives a count that is still the same, such as one with a small number added to it."""
+    """Returns whether an operator's result is the same count as its operand, as after adding a small number."""
     name = call.name.removesuffix("_")
     return name in _SAME_NUMBER or (name == "add" and len(call.operands) == 1 and not call.results[0].shape)
 

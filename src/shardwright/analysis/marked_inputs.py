@@ -169,7 +169,7 @@ def is_mark(leaf: Any) -> bool:
 
 
 def lists_marked(tree: Any) -> Any:
-    """Returns nested values with each list that has an entry for each sample in a mark, by which it is cut as they are.
+    """Returns nested values in which each list with one entry per sample has a mark, so that it is cut as tensors are.
 
     Such a list has as many entries as the tensors outside of lists have samples, and entries that are no tensors with
     the samples in dim 0 themselves: numbers, text, or dicts with tensors of other sizes. Where no tensor is outside of
@@ -216,7 +216,7 @@ def _may_be_listed(value: Any) -> bool:
 
 
 def _is_of_samples(values: Sequence[Any]) -> bool:
-    """Returns whether entries are no tensors alone, as those of a list of arguments, or of features, are."""
+    """Returns whether no entry of a list is itself a tensor; entries that are tensors may be arguments, or features."""
     return not any(isinstance(each, Tensor) for each in values)
 
 
@@ -256,9 +256,9 @@ def first_repeated(batch: tuple[Any, Any], number: int) -> tuple[Any, Any]:
 
 
 def hint_of_samples(inputs: Any) -> str:
-    """Returns what to write where a forward fails on a part of the samples, since an input may have none in dim 0.
+    """Returns advice for the error of a forward that fails on a part of the samples: an input may have none in dim 0.
 
-    It is "" if one tensor alone has samples: then there is none whose size is that of the batch by accident.
+    It is "" if only one tensor has samples: then no other can have the batch's size in dim 0 by accident.
 
     >>> hint_of_samples((torch.ones(4, 3), torch.ones(4)))[:66]
     'samples were taken from dim 0 of inputs of shapes [4, 3], [4]; if '

@@ -237,7 +237,10 @@ class MetaValues(DispatchMode):
         return _formatted(tensor, spec) if known else Tensor.__format__(tensor, spec)
 
     def _unknown_numbers(self, tensor: Tensor) -> Tensor:
-        """Returns ones in place of the numbers of ``tensor``, or true values, which only a real run has."""
+        """Returns ones, or true, in place of a tensor's values that only a real run has, and counts that.
+
+        Raises ValueReadError if ``selects_all`` is not set, or if there are too many.
+        """
         self.read(tensor)
         if not self.selects_all or tensor.numel() > MOST_NUMBERS:
             raise ValueReadError("the code reads a value that only a real run has")
@@ -324,7 +327,10 @@ class MetaValues(DispatchMode):
         return results
 
     def _spread_indices(self, func: Any, args: Any, named: Any, results: Any) -> None:
-        """Gives indices of chosen elements values: of each row those that follow the last ones of the row before."""
+        """Gives values to the indices that ``topk``, ``argmax`` and the like return: each index is chosen as often.
+
+        The values count up from row to row, modulo the size of the dim.
+        """
         given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | named
         x, dim = args[0], given.get("dim", _CHOOSING[func.overloadpacket.__name__])
         indices = results if isinstance(results, Tensor) else results[-1]
@@ -336,7 +342,7 @@ class MetaValues(DispatchMode):
         self.give(indices, numbers.reshape(indices.shape))
 
     def _chosen(self, name: str, args: Any) -> list[Tensor | None] | None:
-        """Returns the indices of an ``index`` by masks whose values are known, without masks; None for other calls."""
+        """Returns the indices of an ``index`` call, masks as element numbers; None for other calls or unknown masks."""
         if name != "index" or any(self.values(mask) is None for mask in tensors_of(args[1])):
             return None
         chosen: list[Tensor | None] = []
@@ -346,7 +352,7 @@ class MetaValues(DispatchMode):
         return [each if each is None else self._as_meta(each) for each in chosen]
 
     def _all_selected(self, name: str, args: Any) -> Any:
-        """Returns the result of ``nonzero``, ``masked_select`` or ``x[mask]`` if the condition holds everywhere."""
+        """Returns ``nonzero``, ``masked_select`` or ``x[mask]`` as if the condition held everywhere; counts that."""
         self.num_selected += 1
         self.num_masks += 1
         self.selected()
@@ -391,9 +397,9 @@ class MetaValues(DispatchMode):
 
 
 def _fitting(x: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, Sequence[int], int]:
-    """Returns the arguments of ``split_with_sizes`` with even sizes in place of ones, if these are not those of ``x``.
+    """Returns the arguments of ``split_with_sizes``, with even sizes in place of ones that do not add up to the dim.
 
-    Such ones stand for numbers that only a real run has, as the rows of each expert.
+    Such ones stand for numbers that only a real run has, such as the rows of each expert.
     """
     if sum(sizes) != x.shape[dim] and set(sizes) == {1}:
         sizes = [stop - start for start, stop in pairwise(balanced(x.shape[dim], len(sizes)))]

@@ -283,13 +283,13 @@ class ModelGraph:
     def failure_of_own_code(self) -> str:
         """The exception, as text, that kept the forward from being recorded, so that its code could not be checked.
 
-        It is empty if the forward was recorded, and for a model of torch's and our own layers alone.
+        It is empty if the forward was recorded, and for a model made only of torch's and this library's layers.
         """
         return "" if self._needs_no_record else self.failure
 
     @property
     def _of_own_code(self) -> RecordedRun | None:
-        """The recorded run; None for a model of torch's and our own layers alone, or if it cannot run on meta."""
+        """The recorded run; None for a model of only torch's and this library's layers, or if it cannot run on meta."""
         if self._needs_no_record:
             return None
         return self._first if isinstance(self._first, RecordedRun) else None
@@ -314,12 +314,18 @@ class ModelGraph:
         return next((each for each in COUNTS if sizes.isdisjoint((each - 1, each, each + 1))), COUNTS[0])
 
     def _num_unknown(self, *, by_values: bool) -> float:
-        """Returns how many numbers the code reads that only a real run has; infinite if it cannot be recorded."""
+        """Returns how many numbers the code reads that only a real run has; infinite if the code cannot be recorded.
+
+        It is recorded on the example's values if ``by_values``, else on tensors without values.
+        """
         tried = (self._tried(count, by_values) for count in (self._prime, None))
         return next((run.recording.num_numbers for run in tried if isinstance(run, RecordedRun)), float("inf"))
 
     def _tried(self, number: int | None, by_values: bool) -> RecordedRun | str:
-        """Returns the recorded run on ``number`` samples, by default the example's number, or what its code raised."""
+        """Returns the recorded run on ``number`` samples (None: the example's number), or what its code raised; cached.
+
+        It is recorded on the example's values if ``by_values``, else on tensors without values.
+        """
         key = number, by_values
         if key not in self._tries:
             inputs = self.values if by_values else self.example
@@ -374,7 +380,7 @@ def _recorded(model: nn.Module, inputs: Any, as_is: bool) -> RecordedRun:
 def _runs_alike(model: nn.Module, inputs: Any, as_is: bool) -> bool:
     """Returns whether forwards run the same operators on the same tensors, whatever they draw from Python and NumPy.
 
-    So do forwards in which only a check of types picks at random what it looks at.
+    A check of types that picks at random what it looks at runs no operator, and makes no difference.
     """
     first: list[str] | None = None
     for start in every_start():
@@ -398,6 +404,9 @@ def _runs_alike(model: nn.Module, inputs: Any, as_is: bool) -> bool:
 
 
 def _attributes(model: nn.Module) -> list[tuple[int, int]]:
-    """Returns the id of each attribute and buffer of a model's modules and, of a container, its length."""
+    """Returns the ids of the attributes and buffers of a model's modules, and the lengths of containers among them.
+
+    Two results differ if a forward in between has stored something.
+    """
     held = (each for module in model.modules() for each in (*vars(module).values(), *module._buffers.values()))
     return [(id(each), len(each) if isinstance(each, dict | list | set) else 0) for each in held]

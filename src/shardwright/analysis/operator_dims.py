@@ -36,7 +36,7 @@ def relation_of(call: RecordedCall) -> DimRelation:
     """Returns how the dims of an operator's operands and results relate, from the table of operators.
 
     An operator that the table does not list is elementwise if torch says so, and else needs every dim whole. An
-    operator that writes in place, such as ``add_``, has the rule of its counterpart without the underscore.
+    operator that writes in place, such as ``add_``, relates dims as its counterpart without the underscore does.
     """
     letters, name = DimLetters(), call.name
     found = _RULES.get(name) or _RULES.get(name.rstrip("_")) or (_pointwise if _is_pointwise(call) else all_whole)
@@ -98,7 +98,7 @@ def _distances(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("_grouped_mm")
 def _grouped_product(call: RecordedCall, a: DimLetters) -> Any:
-    """The rule of a grouped matrix product, in which ``offs`` bounds groups of rows, columns or inner elements."""
+    """Relates the dims of ``_grouped_mm``; ``offs`` may group rows, columns or inner elements."""
     x, w, *others = call.operands
     matrices = len(x.shape) == len(w.shape) == 2
     groups = a.of(x.shape[:-2] or w.shape[:-2], Role.WHOLE)
@@ -126,9 +126,10 @@ def _linear(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("_trilinear")
 def _triple_product(call: RecordedCall, a: DimLetters) -> Any:
-    """The rule of ``functional.bilinear``: a product of rows of two tensors, whose features are needed whole.
+    """Relates the dims of ``functional.bilinear``: a product of rows of two tensors, whose features are needed whole.
 
-    The call names for each of the three the dims that are inserted, and then the dims that are summed over.
+    The call's arguments name the dims that are inserted into each of the three tensors, and then the dims that are
+    summed over.
     """
     inserted, over = call.args[3:6], call.args[6]
     rank = len(call.operands[0].shape) + len(inserted[0])
@@ -191,7 +192,7 @@ def _reduce(call: RecordedCall, a: DimLetters) -> Any:
 
 
 def _along(number: int) -> Rule:
-    """Returns the rule of operators that need one dim whole. Argument ``number`` of the call names that dim."""
+    """Returns a function that relates the dims of operators that need one dim whole; argument ``number`` names it."""
 
     def found(call: RecordedCall, a: DimLetters) -> Any:
         x = call.operands[0].shape
@@ -213,7 +214,7 @@ _rule("topk")(_along(2))
 
 @_rule("glu")
 def _gated(call: RecordedCall, a: DimLetters) -> Any:
-    """The rule of a gated linear unit, whose two halves of a dim are the same features, end to end."""
+    """Relates the dims of a gated linear unit: two halves of a dim of the input are the same features, end to end."""
     x = call.operands[0].shape
     dim = call.argument(1, "dim", -1) % len(x)
     made = tuple(a.piece(n // 2) if d == dim else a.new(n) for d, n in enumerate(x))
@@ -288,7 +289,7 @@ def _grid_sample(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("im2col", "col2im")
 def _columns(call: RecordedCall, a: DimLetters) -> Any:
-    """The rule of ``functional.unfold`` and ``fold``: channels and windows are (..., channels * kernel, places)."""
+    """Relates the dims of ``functional.unfold`` and ``fold``, whose windows are (..., channels * kernel, places)."""
     picture = call.operands[0] if call.name == "im2col" else call.results[0]
     columns = call.results[0] if call.name == "im2col" else call.operands[0]
     lead, channels = a.of(picture.shape[:-3]), a.new(picture.shape[-3])
@@ -311,7 +312,7 @@ def _shuffle(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("unfold")
 def _windows(call: RecordedCall, a: DimLetters) -> Any:
-    """The rule of ``Tensor.unfold``, which adds a last dim with the elements of each window."""
+    """Relates the dims of ``Tensor.unfold``: it needs one dim whole, and adds a last dim with a window's elements."""
     x, y = call.operands[0].shape, call.results[0].shape
     dim = call.args[1] % max(len(x), 1)
     own = tuple(a.new(n, Role.WHOLE if d == dim else Role.SAME) for d, n in enumerate(x))
@@ -363,7 +364,7 @@ def _index_select(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("index_add", "index_copy")
 def _index_add(call: RecordedCall, a: DimLetters) -> Any:
-    """The rule of adding slices of one tensor to those of another that an index names, as graph networks do."""
+    """Relates the dims of operators that add slices of a tensor to those of another that an index names."""
     x, index, source = call.operands
     dim = call.args[1] % max(len(x.shape), 1)
     own = tuple(a.new(n, Role.WHOLE if d == dim else Role.SAME) for d, n in enumerate(x.shape))
@@ -376,7 +377,11 @@ def _index_add(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("scatter", "scatter_add", "scatter_reduce")
 def _scatter(call: RecordedCall, a: DimLetters) -> Any:
-    """The rule of writing or adding elements where an index says along one dim: the other dims keep their places."""
+    """Relates the dims of operators that write or add elements along one dim, where an index says, such as ``scatter``.
+
+    That dim is needed whole, and so are others in which the tensors differ in size. Elements keep their places in the
+    rest.
+    """
     x, *others = call.operands
     dim = call.args[1] % max(len(x.shape), 1)
     alike = [
@@ -393,7 +398,7 @@ def _scatter(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("masked_scatter")
 def _masked_scatter(call: RecordedCall, a: DimLetters) -> Any:
-    """The rule of writing elements of ``source`` in order where a mask is true: what is not written keeps its place."""
+    """Relates the dims of ``masked_scatter``: a mask says where elements are written in order, so all are whole."""
     x, mask, source = call.operands
     own = a.of(call.results[0].shape, Role.WHOLE)
     return [broadcast(x.shape, own), broadcast(mask.shape, own), a.of(source.shape, Role.WHOLE)], [own]
@@ -401,7 +406,10 @@ def _masked_scatter(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("index_put")
 def _index_put(call: RecordedCall, a: DimLetters) -> Any:
-    """The rule of ``x[index] = values``: where the index takes all of dim 0 in order, x and values have alike dims."""
+    """Relates the dims of ``x[index] = values``: those of x and values are alike if the index takes dim 0 in order.
+
+    All dims are needed whole.
+    """
     x, given, values = call.args[:3]
     if len(given) != 1 or given[0] is None or not x.shape or not _takes_all(given[0], x.shape[0]):
         return all_whole(call, a)
@@ -462,7 +470,7 @@ def _sdpa(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("view_as_complex", "view_as_real")
 def _as_pairs(call: RecordedCall, a: DimLetters) -> Any:
-    """The rule of complex numbers as pairs, and pairs as complex numbers, in a last dim of two."""
+    """Relates the dims of ``view_as_real`` and ``view_as_complex``: a last dim has the two parts of complex numbers."""
     dims = a.of(min(call.operands[0].shape, call.results[0].shape, key=len))
     pair = (*dims, a.new(2, Role.WHOLE))
     return ([pair], [dims]) if call.name == "view_as_complex" else ([dims], [pair])
@@ -488,7 +496,7 @@ def _made(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("diag_embed")
 def _diagonal(call: RecordedCall, a: DimLetters) -> Any:
-    """The rule of matrices with the last dim of a tensor on a diagonal, by default in the two last dims."""
+    """Relates the dims of ``diag_embed``: the last, and the two made from it, are needed whole."""
     x, y = call.operands[0].shape, call.results[0].shape
     between = {call.argument(place, name, at) % len(y) for place, name, at in ((2, "dim1", -2), (3, "dim2", -1))}
     lead = iter(own := a.of(x[:-1]))

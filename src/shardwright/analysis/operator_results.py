@@ -202,14 +202,17 @@ def _product_of_groups(x: Tensor, w: Tensor, offs: Any = None, bias: Any = None,
 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """Returns the results of ``_ctc_loss``: a number for each sample, and what the backward needs at the most."""
+    """Returns meta results of ``_ctc_loss``: a loss for each sample, and the most that its backward may need."""
     num_steps, num_samples = log_probs.shape[:2] if log_probs.dim() == 3 else (len(log_probs), 1)
     longest = targets.shape[1] if targets.dim() > 1 else targets.numel()
     return log_probs.new_empty(num_samples), log_probs.new_empty(num_samples, num_steps, 2 * longest + 1)
 
 
 def _bincount(indices: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Returns the result of ``bincount`` where no index is above the counts that code asks for at least."""
+    """Returns a meta result of ``bincount`` with ``minlength`` counts, as if no index were larger.
+
+    Without ``minlength`` it raises NotImplementedError, since the number of counts is that of a real run only.
+    """
     if not minlength:
         raise NotImplementedError("without minlength, the number of counts of 'bincount' is that of a real run only")
     dtype = torch.int64 if weights is None else weights.dtype if weights.dtype is torch.float32 else torch.float64
@@ -222,7 +225,7 @@ _OWN_KERNELS: Mapping[str, Callable[..., Any]] = {
     "_ctc_loss": _ctc_loss,
     "_ctc_loss_backward": lambda grad, log_probs, *_, **__: torch.empty_like(log_probs),
 }
-"""Operators that torch has no kernel for on the meta device, or one for few dtypes."""
+"""Operators for which torch has no meta kernel, or one for few dtypes, with the functions that run in its place."""
 
 
 @cache
@@ -261,7 +264,7 @@ def _specs(value: Any) -> Any:
 
 
 def _made(spec: Any) -> Any:
-    """Returns new meta tensors for the specs in a key, and the constants in it as they are."""
+    """Returns the nested results that a key describes: new tensors for each :class:`MetaSpec`, and the constants."""
     if isinstance(spec, MetaSpec):
         return spec.tensor()
     return spec.value if isinstance(spec, _TypedValue) else tuple(map(_made, spec))

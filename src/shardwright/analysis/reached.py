@@ -24,7 +24,7 @@ ATOMS = frozenset(
 """Types whose values refer to no other object."""
 DICTS = (dict, OrderedDict)
 COLLECTIONS = (*DICTS, set)
-"""The classes of a module's own collections, as of its hooks, most of which are empty."""
+"""The classes of the collections that a module keeps itself, such as dicts of hooks, most of which are empty."""
 REGISTERED = ("_parameters", "_buffers", "_modules")
 
 

@@ -110,7 +110,7 @@ class Recording:
     marked_inputs: list[TensorUse] = field(default_factory=list)
     packed_inputs: list[TensorUse] = field(default_factory=list)
     rows_of_samples: dict[TensorUse, tuple[int, ...]] = field(default_factory=dict)
-    """The sample of each row of the ``packed_inputs``; of an entry of a list, which is one sample's, that one."""
+    """The sample of each row of the ``packed_inputs``, and the one sample of each tensor in an entry of a list."""
     outputs: list[TensorUse] = field(default_factory=list)
     loss: TensorUse | None = None
     """The output that is the model's own loss: ``output.loss``, ``output["loss"]`` or the first of a tuple; or None."""
@@ -123,9 +123,9 @@ class Recording:
     :class:`TensorUse` of the function's result that it belongs to, and what the backward returns is copied to the
     function's operand."""
     measured_in_backward: list[TensorUse] = field(default_factory=list)
-    """The tensors that the backward of one of these functions measures or cuts by numbers, which would be shards."""
+    """The tensors that the backward of a user's function measures or cuts by numbers; on ranks they would be shards."""
     drawing_backwards: list[str] = field(default_factory=list)
-    """The names of those of these nodes that draw random numbers of their own, not those of a forward again."""
+    """The nodes of users' backwards, by name, that draw random numbers of their own, not those of a forward again."""
     replaced: dict[str, str] = field(default_factory=dict)
     """The parameters whose data code replaces, by ``parameter.data = ...``, each with the module that was running."""
     converted: dict[str, str] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class Recording:
     """Whether code called ``item``, ``tolist`` or the like, or an operator whose result's shape depends on values."""
 
     guess: bool | None = None
-    """What conditions counted as on values that only a real run has; None if there was none."""
+    """The answer taken for conditions on values that only a real run has; None if there was no such condition."""
 
     @property
     def num_samples(self) -> int:

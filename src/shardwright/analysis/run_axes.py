@@ -25,7 +25,7 @@ from shardwright.sharding.tensor_part import ALL
 
 MISMATCH = "two views of it do not match"
 CLASSES = "cross_entropy"
-"""Why the classes of a cross entropy are whole, if nothing else needs them: its sums over them can be added up."""
+"""The value of ``DimAxis.whole`` for classes that a cross entropy alone needs whole: its sums can be added up."""
 
 
 class DimAxis:
@@ -64,7 +64,7 @@ class DimAxis:
 
 
 def root(axis: DimAxis) -> DimAxis:
-    """Returns the one :class:`DimAxis` that represents all those found to be equal to ``axis``."""
+    """Returns the one :class:`DimAxis` that represents all those found equal to ``axis`` (the root in a union-find)."""
     while axis.link is not None:
         if axis.link.link is not None:
             axis.link = axis.link.link
@@ -107,7 +107,7 @@ def _product(axes: Sequence[DimAxis]) -> DimAxis:
 
 
 def product_of(slow: DimAxis, inside: int) -> DimAxis:
-    """Returns the axis of a dim in which each index of ``slow`` has so many elements ``inside``, next to each other."""
+    """Returns the axis of a dim in which each index of ``slow`` stands for ``inside`` elements next to each other."""
     return slow if inside == 1 else _product([slow, DimAxis(inside)])
 
 
@@ -130,7 +130,7 @@ def _need_whole(axis: DimAxis, why: str) -> None:
 
 
 def _split_off(axis: DimAxis, fast: int) -> bool:
-    """Splits an axis into two factors, the faster of ``fast`` elements; returns False if it cannot be split so."""
+    """Splits an axis in place into two factors, the faster of ``fast`` elements; returns False if that cannot be."""
     axis = root(axis)
     if axis.parts is None:
         axis.factors = [DimAxis(axis.size // fast, axis.whole), DimAxis(fast, axis.whole)]
@@ -220,7 +220,7 @@ def unify(one: DimAxis, other: DimAxis) -> None:
 
 
 def _opened(axes: list[DimAxis], end: int) -> DimAxis:
-    """Removes the axis at index ``end`` from a list, and returns the axis that represents it."""
+    """Pops an axis from a list, and returns the one that it was merged into, or itself."""
     return root(axes.pop(end))
 
 

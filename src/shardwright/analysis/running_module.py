@@ -38,7 +38,7 @@ def following_modules(model: nn.Module, tell: Callable[[str], None]) -> Iterator
             tell(path)
 
     def claim(values: Any) -> None:
-        """Makes the nodes that lead to ``values`` and belong to no module those of the running one."""
+        """Assigns the autograd nodes that lead to ``values`` and belong to no module yet to the running module."""
         path, found = running, [each.grad_fn for each in tree_leaves(values) if isinstance(each, Tensor)]
         while found:
             node = found.pop()

@@ -17,8 +17,8 @@ from typing import NamedTuple
 class SampleLoop(NamedTuple):
     """The draws of a module that code makes for one sample after another, among all its draws.
 
-    Its turns are its draws in one call if ``in_call``, and else its calls. Of these, ``first`` come before the loop,
-    ``every`` are for each sample, and ``last`` come after it. The record has ``num_samples`` samples.
+    The turns are the module's draws in one call if ``in_call``, and else the module's calls. Of these, ``first`` come
+    before the loop, ``every`` are for each sample, and ``last`` come after it. The record has ``num_samples`` samples.
     """
 
     first: int
@@ -70,13 +70,13 @@ def sample_loops(samples: Mapping[str, Mapping[int, Sequence[int | None]]], coun
 
 
 def _over_draws(calls: Mapping[int, Sequence[int | None]], count: int) -> SampleLoop | None:
-    """Returns the loop if each call of the module loops over all samples, and draws as the others do; or None."""
+    """Returns the loop that every call makes over all samples in turn; None if there is none."""
     every = list(calls.values())
     return _loop(every[0], count, in_call=True) if all(each == every[0] for each in every) else None
 
 
 def _over_calls(calls: Mapping[int, Sequence[int | None]], count: int) -> SampleLoop | None:
-    """Returns the loop if code calls the module for one sample after another; or None."""
+    """Returns the loop in which code calls the module for one sample after another; None if there is none."""
     if [*calls] != [*range(len(calls))] or any(len(set(each)) > 1 for each in calls.values()):
         return None
     loop = _loop([each[0] for each in calls.values()], count, in_call=False)
@@ -87,7 +87,7 @@ def _over_calls(calls: Mapping[int, Sequence[int | None]], count: int) -> Sample
 
 
 def _loop(turns: Sequence[int | None], count: int, *, in_call: bool) -> SampleLoop | None:
-    """Returns the loop if ``turns``, the sample of each, take the samples in order and each equally often; or None."""
+    """Returns the loop if turns take the samples in order, each as often, else None; ``turns`` are given by sample."""
     inside = [sample for sample in turns if sample is not None]
     every = len(inside) // count
     first = turns.index(0)

@@ -61,7 +61,7 @@ _BENDS = frozenset((
     "_log_softmax", "_softmax", "abs", "clamp", "clamp_max", "clamp_min", "exp", "expm1", "gelu", "log", "log10",
     "log1p", "log2", "pow", "reciprocal", "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "square", "tanh",
 ))  # fmt: skip
-"""Operators of one operand that are not linear: of a mean over some samples, their mean is not that of all."""
+"""Operators of one operand that are not linear: the mean of their results on parts of a batch is not that on all."""
 
 _PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "div", "dot", "linear", "mm", "mul", "mv"))
 """Operators that are not linear where several operands are sums over samples."""

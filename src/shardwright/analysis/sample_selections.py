@@ -60,7 +60,7 @@ class SampleDim(NamedTuple):
 
     @property
     def is_permuted(self) -> bool:
-        """Whether the rows are of samples in another order than theirs, and none twice."""
+        """Whether the rows belong to samples in another order than the batch's, and none of them twice."""
         return self.rows != tuple(sorted(self.rows)) and len({*self.rows}) == len(self.rows)
 
 
@@ -78,7 +78,7 @@ class SampleUse(NamedTuple):
 
 @dataclass
 class SampleFlow:
-    """What samples the values of a recorded run are made of, and the operators that combine some that code has picked.
+    """What samples the values of a recorded run are made of, and the operators that combine picked samples with others.
 
     Both are empty for a run whose code picks none. ``combined`` has the operator that picked, what was combined, and
     the results.
@@ -93,7 +93,7 @@ class SampleFlow:
         return next(iter(value.samples)) if value is not None and value.samples and len(value.samples) == 1 else None
 
     def permutes(self, use: TensorUse) -> bool:
-        """Returns whether a value has samples in a dim in another order than theirs."""
+        """Returns whether a dim of a value has samples, none twice, in another order than the batch's."""
         value = self.values.get(use)
         return value is not None and any(each is not None and each.is_permuted for each in value.dims)
 
@@ -129,9 +129,9 @@ def follow_samples(recording: Recording, axes: RunAxes) -> SampleFlow:
 def picking_calls(
     flow: SampleFlow, trained: Collection[TensorUse], leading: Collection[TensorUse]
 ) -> list[RecordedCall]:
-    """Returns the operators that pick samples by number, of which code combines what it picked with other samples.
+    """Returns the operators that pick samples by number, if code combines the picked samples with others.
 
-    One that permutes the samples is among them too. What is combined must be made of parameters (``trained``), and
+    Operators that permute the samples are among them. What is combined must be made of parameters (``trained``), and
     outputs must depend on the result (``leading``).
     """
     found = dict[RecordedCall, None]()
@@ -203,7 +203,7 @@ class _SampleFollower:
             self._values[use] = value
 
     def _note_slots(self, call: RecordedCall) -> None:
-        """Follows code that writes each sample into an index of a new tensor, as ``out[i] = ...`` in a loop does."""
+        """Notes which samples a new tensor holds once code has written one to each index, as ``out[i] = ...`` does."""
         first = next(iter(call.operands), None)
         if call.name == "select" and first is not None and first not in self._values and first not in self._slots:
             dim = call.args[1] % len(first.shape)
@@ -222,7 +222,7 @@ class _SampleFollower:
                 self._values[base] = SampleUse(frozenset(each), dims)
 
     def _picked(self, call: RecordedCall, value: SampleUse, dim: int) -> list[SampleUse]:
-        """Returns the results of an operator that picks elements of dim ``dim`` by their numbers."""
+        """Returns what samples the results have of an operator that picks elements of dim ``dim`` by their numbers."""
         x = call.operands[0].shape
         dim %= max(len(x), 1)
         dims = self._dims(call)
@@ -252,7 +252,7 @@ class _SampleFollower:
         self, call: RecordedCall, value: SampleUse, rows: SampleDim, each: tuple[int, ...],
         dims: tuple[SampleDim | None, ...],
     ) -> SampleUse:  # fmt: skip
-        """Returns what is left of a value if an operator has picked these samples, ``each`` element of one."""
+        """Returns a value's samples after an operator took ``each``, and notes a permutation."""
         samples = frozenset(each) - {NO_SAMPLE}
         is_permuted = samples == value.samples and len(each) == len(rows.rows) and each != rows.rows
         if is_permuted and (rows.inside, rows.outside) == (1, 1):
@@ -261,7 +261,7 @@ class _SampleFollower:
         return SampleUse(samples, dims, picked)
 
     def _indexed(self, call: RecordedCall, value: SampleUse | None) -> list[SampleUse]:
-        """Returns the result of a choice by index tensors, of which a constant one tells which samples it chooses."""
+        """Returns what samples the result of ``x[index]`` has; what an index picks is known only of a constant."""
         out = call.results[0]
         indices = [(dim, index) for dim, index in enumerate(call.args[1]) if index is not None]
         lost = [SampleUse(None, _none(out))]
@@ -289,7 +289,10 @@ class _SampleFollower:
         return [self._chosen(call, value, rows, each, tuple(dims))]
 
     def _combined(self, call: RecordedCall, given: Sequence[SampleUse]) -> list[SampleUse]:
-        """Returns the results of any other operator, and notes one that combines picked samples with others."""
+        """Returns what samples an operator's results have, and notes one that combines picked samples with others.
+
+        It is for operators that pick no samples themselves.
+        """
         dims = self._dims(call)
         known = {value.samples for value in given}
         picked = next((value.picked for value in given if value.picked is not None), None)
@@ -305,7 +308,10 @@ class _SampleFollower:
         return [SampleUse(samples, each, picked) for each in dims]
 
     def _put_together(self, call: RecordedCall, dims: tuple[SampleDim | None, ...]) -> tuple[SampleDim | None, ...]:
-        """Returns where a result holds samples, each of which an operator has put in place after another."""
+        """Returns where a concatenation holds its samples, and notes one in another order than the batch's.
+
+        ``dims`` are returned unchanged unless each operand is made of one sample alone.
+        """
         dim = call.argument(1, "dim", 0) % max(len(dims), 1)
         numbers = [self.flow.sample_of(use) for use in call.operands]
         known = [number for number in numbers if number is not None]
@@ -319,7 +325,7 @@ class _SampleFollower:
         return (*dims[:dim], rows, *dims[dim + 1 :])
 
     def _compare(self, call: RecordedCall) -> None:
-        """Notes what picked samples that a call combines with others."""
+        """Notes an operator that combines picked samples with others, unless they are single numbers, as of a sum."""
         large = [use for use in call.operands if use in self._values and use.shape]
         if len({self._values[use].samples for use in large}) < 2:
             return  # numbers, such as the losses of samples, are added up
@@ -333,7 +339,7 @@ class _SampleFollower:
         self.flow.combined.append((picked, operands, results))
 
     def _numbers(self, call: RecordedCall, size: int, dim: int) -> list[Sequence[int] | None]:
-        """Returns, for each result of an operator that picks elements by number, which it has, or None."""
+        """Returns, for each result of an operator that picks elements of a dim, their numbers, or None if not known."""
         name = call.name.removesuffix("_copy")
         if name == "select":
             return [[call.args[2] % size]]
@@ -355,7 +361,7 @@ class _SampleFollower:
         return found
 
     def _dims(self, call: RecordedCall) -> list[tuple[SampleDim | None, ...]]:
-        """Returns where the dims of an operator's results hold samples, by the rule that relates them."""
+        """Returns, for each result of an operator, which samples its dims hold, by their relation to operands' dims."""
         relation = relation_of(call)
         of_letters: dict[int, SampleDim] = {}
         for use, dims in zip(call.operands, relation.operands, strict=True):
@@ -396,9 +402,9 @@ def _none(use: TensorUse) -> tuple[SampleDim | None, ...]:
 
 
 def _rows_of(each: tuple[int, ...], before: SampleDim) -> SampleDim | None:
-    """Returns how a dim holds samples, from the number of the sample to which ``each`` of its indices belongs.
+    """Returns which samples a dim holds; ``each`` has the sample of each index. None if there are fewer than two.
 
-    Its factors are those of ``before``, the dim from which the indices were taken. For a dim that code has put together
+    The factors are those of ``before``, the dim from which the indices were taken. For a dim that code has put together
     ``before`` is empty: then as many indices as follow each other for the first sample are the factor inside.
     """
     if len(each) < 2:
@@ -413,7 +419,7 @@ def _rows_of(each: tuple[int, ...], before: SampleDim) -> SampleDim | None:
 
 
 def _give(of_letters: dict[int, SampleDim], letters: DimLetters, rows: SampleDim, dim: Dim) -> None:
-    """Notes what samples the letters (independent indices) of a dim have, of which ``rows`` says where they are."""
+    """Adds to ``of_letters`` what samples the letters (independent indices) of a dim have; ``rows`` are the dim's."""
     total = letters.size(dim)
     if total != len(rows.rows) * rows.outside * rows.inside:
         return  # a dim that an operator broadcasts

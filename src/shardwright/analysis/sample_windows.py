@@ -35,7 +35,7 @@ _SCATTERS = frozenset(("index_add", "index_reduce", "scatter_add", "scatter_redu
 def needs_other_samples(call: RecordedCall, axes: RunAxes, batch: Collection[DimAxis]) -> bool:
     """Returns whether an operator needs a dim whole that holds the samples, so that each result has several of them.
 
-    ``batch`` has the indices of the samples (:meth:`RunAxes.of_samples`). Only operators are told of that treat each
+    ``batch`` has the indices of the samples (:meth:`RunAxes.of_samples`). It is True only for operators that treat each
     index of other dims alone: convolutions, pooling, interpolation, norms and attention.
     """
     x = call.operands[0] if call.operands else None

@@ -18,7 +18,10 @@ _rule = partial(rule, VIEW_RULES)
 
 
 def _group(a: DimLetters, before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims]:
-    """Returns the dims of a reshape's input and output: letters of the finest common factors from the fastest dim."""
+    """Returns the dims of a reshape's input and output as common letters (independent indices), from the last dim on.
+
+    Factors of which neither divides the other are needed whole.
+    """
     left: list[list[int | Concat]] = [[] for _ in before]
     right: list[list[int | Concat]] = [[] for _ in after]
     rest = [(d, size) for d, size in enumerate(before) if size > 1]  # what is left of each dim, the fastest last
@@ -140,7 +143,7 @@ def _split(call: RecordedCall, a: DimLetters) -> Any:
 
 
 def _joined(a: DimLetters, pieces: Sequence[Dim]) -> Dim:
-    """Returns a dim that is the pieces end to end; where each has one element, an index of its own, needed whole."""
+    """Returns a dim of pieces put end to end; if each has one element, a new letter (an index) that is needed whole."""
     if len(pieces) > 1 and all(a.size(piece) == 1 for piece in pieces):
         return a.new(len(pieces), Role.WHOLE)
     return pieces[0] if len(pieces) == 1 else (Concat(tuple(pieces)),)

@@ -18,9 +18,9 @@ from shardwright.runtime.optimizer_step import step_without_hooks
 def check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Raises ValueError if the optimizer's constructor would refuse the saved options of a param group.
 
-    Only the constructor checks them, which says what each of torch's optimizers allows: an ``eps`` from 0, ``betas``
-    below 1. ``group`` has the present options, ``options`` the saved ones. Of a class of a user's own, the constructor
-    of torch's class that it is made from is called, since the user's may do anything.
+    Only the constructor knows what an optimizer allows, such as an ``eps`` from 0 and ``betas`` below 1. ``group`` has
+    the present options, ``options`` the saved ones. For a user's own class, the constructor of the torch class that it
+    derives from is called, since the user's constructor may do anything.
 
     >>> adam = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
     >>> check_options(adam, adam.param_groups[0], {"eps": -1e-8})
@@ -37,7 +37,7 @@ def check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], op
 
 
 def _refusal(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Exception | None:
-    """Returns the error with which a constructor refuses options, or None; it is given only those that it takes."""
+    """Returns the error by which a constructor refuses ``options``, or None; options that it lacks are left out."""
     taken = inspect.signature(kind).parameters.keys() - {"params"}
     try:
         kind([nn.Parameter(torch.zeros(1))], **{key: value for key, value in options.items() if key in taken})
@@ -86,7 +86,7 @@ def lacks_entry(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], options: Mapping[str, Any],
     parameter: nn.Parameter, state: Mapping[str, Any],
 ) -> bool:  # fmt: skip
-    """Returns whether an optimizer misses an entry in the saved state of a parameter, but could begin without state.
+    """Returns whether an optimizer raises KeyError on a parameter's saved state, but can step without any state.
 
     The arguments are those of :func:`check_steps`, for one parameter. An optimizer that cannot be tried gives False.
 
@@ -101,7 +101,7 @@ def lacks_entry(
 
 
 def _small(value: Any, parameter: nn.Parameter) -> Any:
-    """Returns an entry of a parameter's state for a parameter of one element."""
+    """Returns a copy of ``value``, an entry of a parameter's state, as for a parameter of one element."""
     if is_elementwise(value, parameter):
         return torch.zeros((1,) * parameter.dim(), dtype=value.dtype, device=parameter.device)
     return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)

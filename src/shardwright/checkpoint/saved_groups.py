@@ -17,9 +17,9 @@ from shardwright.parallelize.run import Run
 def saved_options(run: Run, optimizer: torch.optim.Optimizer, manifest: Manifest) -> list[Mapping[str, Any]]:
     """Returns the saved options of each of the optimizer's param groups.
 
-    Which groups are saved apart, and in which order, depends on the stages that had them, so groups count by their
-    options: groups of equal options may be one, or several. A group without parameters on this rank gets the options of
-    its number, if the numbers of groups are equal, else none.
+    Saved groups are found by the names of their parameters, not by their order, which depends on the pipeline stages
+    that saved them: several saved groups with equal options may be one group here. A group without parameters on this
+    rank gets the options of the saved group of its number if there are as many groups here as saved ones, else none.
 
     Raises: CheckpointError: a group has parameters that were saved with different options, or that no group had; or
         parameters that were saved in one group are in groups of different options.

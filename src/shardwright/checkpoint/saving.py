@@ -33,14 +33,14 @@ MOST_BYTES = 2**28
 """The most bytes of one file, unless one tensor is larger. A file's tensors are copied in memory to be written."""
 
 _TOLD_S = 0.5
-"""The seconds for which a rank that could not save because of another waits for that rank to say so."""
+"""The seconds for which a rank whose save failed because of another rank waits for that rank to report the failure."""
 
 Entries = dict[str, tuple[str, tuple[int, ...], list[StoredBox]]]
 
 
 @dataclass
 class _PartFile:
-    """One file that a rank writes: by key, the tensors and the piece of each that the file holds."""
+    """One file that a rank writes: by key, a tensor and the piece (a box) of it that the file holds."""
 
     file: str
     pieces: dict[str, tuple[Tensor, Piece]] = field(default_factory=dict)
@@ -118,7 +118,7 @@ def _warn_of_others(run: Run, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _warn_of_later(folder: Path, step: int) -> None:
-    """Warns of a checkpoint of a later step beside the one to be saved: a load of the folder takes that one."""
+    """Warns if the folder has a checkpoint of a later step than ``step``, which a load of the folder would take."""
     others, name = steps_in(folder), _name(step)
     if others and step < int(others[-1].name.removeprefix("step-").removesuffix(".old")):
         warnings.warn(
@@ -214,8 +214,8 @@ def _contents(
 ) -> tuple[Callable[[Path], Any], Callable[[list[Any]], Manifest], Callable[[], None]]:  # fmt: skip
     """Returns three functions for ``write_checkpoint``: write this rank's files, merge the manifest, copy the state.
 
-    ``owners`` gives the rank that writes a buffer. With ``survivors``, only ``ranks`` write, and what the others would
-    write is theirs too. Once the state is copied, the functions hold nothing of the run.
+    ``owners`` gives the rank that writes a buffer. With ``survivors``, only ``ranks`` write, and they also write what
+    the other ranks would have written. Once the state is copied, the functions hold nothing of the run.
     """
 
     def owned(layout: TensorLayout) -> tuple[Piece, ...]:
@@ -349,7 +349,8 @@ def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dic
 
     Scalars are left out for a parameter of which this rank stores no element.
 
-    Raises: CheckpointError: an entry of a parameter's state is neither a tensor of real numbers nor such as JSON holds.
+    Raises: CheckpointError: an entry of a parameter's state is neither a tensor of real numbers nor a value that JSON
+        can hold.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, parameter in run.parameters.items():
@@ -422,7 +423,8 @@ def group_parameters(run: Run, group: Mapping[str, Any]) -> dict[str, nn.Paramet
 def optimizer_groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], ...]:
     """Returns the optimizer's param groups as a manifest has them: the names of this rank's parameters, the options.
 
-    Functions and devices among the options are left out: a run that loads has those of its optimizer's constructor.
+    Functions and devices among the options are left out: a run that loads the checkpoint keeps those that its optimizer
+    was made with.
     """
     if optimizer is None:
         return ()
@@ -444,7 +446,8 @@ def _as_json(what: str, value: Any, *, nan: bool = False) -> Any:
 
     A tensor, an array or a scalar of NumPy with one element is that element, a dtype its name, a set a sorted list.
 
-    Raises: CheckpointError: it cannot, or :func:`~shardwright.load` would refuse it; ``nan`` allows NaN.
+    Raises: CheckpointError: JSON cannot hold the value, or :func:`~shardwright.load` would refuse it; ``nan`` allows
+        NaN.
     """
     if (isinstance(value, Tensor) and value.numel() == 1) or (
         type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1

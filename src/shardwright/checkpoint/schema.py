@@ -20,7 +20,7 @@ DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(val
 KEYS = frozenset({"format", "version", "step", "layout", "seed"} | {"optimizer", "scalars", "groups", "extra"}
                  | {"files", "tensors"})  # fmt: skip
 MOST_DIMS = 64
-"""The most dims of a tensor that torch computes with; of more, reading one can take minutes."""
+"""The most dims of a tensor in a checkpoint: torch computes with no more, and reading more can take minutes."""
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 _PLAIN = (bool, int, float, str, type(None))
@@ -31,7 +31,8 @@ def check_schema(found: Any) -> None:
 
     It must have exactly a manifest's entries but for the checksum, with values of the right types. The stored parts of
     each tensor must lie inside its shape and add up to its size, and must fit into their files. The optimizer's options
-    must not be NaN, its learning rates not below 0, and these, ``eps`` and ``weight_decay`` not infinite.
+    must not be NaN. Its learning rates must not be below 0, and learning rates, ``eps`` and ``weight_decay`` must be
+    finite.
 
     >>> check_schema({"format": "x"})
     Traceback (most recent call last):
@@ -62,7 +63,7 @@ def check_schema(found: Any) -> None:
 
 
 def _check_tensor(name: str, entry: Any, files: Mapping[str, Any], keys: dict[tuple[str, str], int]) -> None:
-    """Checks the shape and pieces of one tensor, and adds the bytes of each piece to ``keys``, by file and key."""
+    """Raises ValueError for a wrong shape or piece of a tensor; adds the pieces' bytes to ``keys``, by file and key."""
     named = f"tensor {name!r:.80}"
     _need(isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "pieces"}, f"{named} has other entries")
     shape, pieces = entry["shape"], entry["pieces"]
@@ -88,7 +89,7 @@ def _check_tensor(name: str, entry: Any, files: Mapping[str, Any], keys: dict[tu
 
 
 def _check_state(scalars: Mapping[str, Any], groups: Any) -> None:
-    """Checks the types of the optimizer's scalars and of the options of its param groups."""
+    """Raises ValueError for a wrong type among the optimizer's scalars and the options of its param groups."""
     for name, entry in scalars.items():
         _need(isinstance(entry, dict), f"the scalars of {name!r:.80} are no table")
         for key, pair in entry.items():

@@ -35,13 +35,13 @@ from shardwright.sharding.box import Piece
 from shardwright.sharding.tensor_layout import TensorLayout
 
 JOIN_S = 2.0
-"""The seconds for which a rank that has failed waits for ranks that run and do not come."""
+"""The seconds for which a rank that has failed waits for ranks that still run to join the meeting (see the module)."""
 
 NOTES = "notes"
-"""The name of the folder of the ranks' notes, inside the temporary folder of a checkpoint written beside training."""
+"""The folder, in a save's temporary folder, of the files (notes) by which ranks tell that their parts are complete."""
 
 MOST_NAMED = 5
-"""How many tensors a text names of those that only ranks which are gone held."""
+"""The most tensors that a text names of the tensors that no remaining rank holds."""
 
 _LOOK_S = 0.01
 
@@ -123,7 +123,7 @@ class Survivors:
         return {name: holders for name, holders in found.items() if holders}
 
     def owned(self, layout: TensorLayout, ranks: Collection[int]) -> tuple[Piece, ...]:
-        """Returns the pieces that this rank writes: of each element, the first of ``ranks`` that holds it writes it."""
+        """Returns the pieces (boxes) that this rank writes: the first of ``ranks`` that holds an element writes it."""
         plan, coord = self.run.plan, self.run.coord
         if len(ranks) == self.run.world.size:
             return layout.owned(coord, plan.mesh)
@@ -173,7 +173,7 @@ class Meeting:
     folder: Path
     survivors: Survivors
     decided_here: bool = field(default=False, init=False)
-    """Whether this rank has made the decision, and so tells what it is."""
+    """Whether this rank has made the decision, and so is the one to say why nothing is saved."""
 
     def come(self, state: SurvivorState) -> None:
         """Tells the other ranks this rank's state. Raises OSError: the folder cannot be written."""
@@ -221,7 +221,7 @@ class Meeting:
         return True
 
     def tells(self, *, after_s: float) -> bool:
-        """Returns True on one of the ranks whose save has failed, which is to say so.
+        """Returns True on one of the ranks whose save has failed: that rank is to report the failure.
 
         The others get False. A rank that knows of the failure only from another rank passes a time to wait for that
         rank. If nothing can be written here, it is the first rank that is not dead.

@@ -84,7 +84,7 @@ def write_checkpoint(
 
 
 def _leave_note(partial: Path, rank: int, write: Callable[[Path], Any]) -> None:
-    """Writes a rank's files into a temporary folder, then a note of them; on an error it removes all notes."""
+    """Writes a rank's files into a temporary folder, then a note that it has; on an error removes all ranks' notes."""
     notes = partial / NOTES
     try:
         text = json.dumps(write(partial))
@@ -102,7 +102,7 @@ def _leave_note(partial: Path, rank: int, write: Callable[[Path], Any]) -> None:
 
 
 def _notes(partial: Path, ranks: Sequence[int]) -> list[Any]:
-    """Waits for the notes of ``ranks``, as long as any of them writes; returns them and removes their files."""
+    """Waits for the notes of ``ranks`` while any of them writes; returns the notes' contents, and removes the notes."""
     size = -1
     while not within(MOST_WAIT_S, lambda: bool(_noted(partial, ranks)) or not (partial / NOTES).is_dir()):
         before, size = size, sum(file.stat().st_size for file in partial.iterdir())
@@ -116,7 +116,7 @@ def _notes(partial: Path, ranks: Sequence[int]) -> list[Any]:
 
 
 def _noted(partial: Path, ranks: Sequence[int]) -> list[str]:
-    """Returns the names of the notes of ``ranks``; an empty list as long as one is missing."""
+    """Returns the file names of the notes of ``ranks``; [] as long as one note is missing."""
     names = [f"{rank}.json" for rank in ranks]
     return names if all((partial / NOTES / name).exists() for name in names) else []
 

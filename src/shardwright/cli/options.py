@@ -62,7 +62,7 @@ SHARED: Mapping[str, Any] = {
 
 
 class OptionChecker(typer.core.TyperGroup):
-    """The commands of ``shardwright``: an error names all options that a command does not have, and not the first."""
+    """The group of ``shardwright`` commands, whose error for unknown options names all of them, not only the first."""
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command that the words of the command line name."""
@@ -81,7 +81,7 @@ def _is_unknown_option(failure: Exception) -> bool:
 
 
 def _name_all(failure: Any, words: list[str]) -> None:
-    """Adds to the error of an unknown option those of all others among the words of the command line."""
+    """Adds to the error of an unknown option those of all other unknown options among ``words``, the command line."""
     found, context = [failure], failure.ctx
     while at := [i for i, word in enumerate(words) if word.partition("=")[0] == found[-1].option_name]:
         del words[at[0]]
@@ -110,7 +110,7 @@ FROM = typer.Option("--from", metavar="RUN", help="The same folder, as an option
 
 
 def run_folder(place: Path | None, named: Path | None) -> Path:
-    """Returns the folder of a run that a command is given, as an argument or by ``--from``; ``runs/train`` without.
+    """Returns the run folder that a command is given, as an argument or by ``--from``; ``runs/train`` without either.
 
     Raises: PlanError: both are given and differ.
 
@@ -196,8 +196,8 @@ def given(**options: Any) -> dict[str, Any]:
 def with_shared(*names: str, **others: Any) -> Callable[[F], F]:
     """Returns a decorator that adds the shared options ``names`` to a command.
 
-    ``others`` has annotations for options of a name that mean something else in this command. The command gets those
-    that were given on the command line as a dict, in its first argument.
+    ``others`` has, by name, the annotations of shared options that mean something else in this command. The command
+    gets the shared options that were given on the command line as a dict, in its first argument.
     """
 
     def decorate(command: F) -> F:

@@ -175,7 +175,7 @@ def plan(
 
 
 def with_longest(config: TrainConfig) -> TrainConfig:
-    """Returns a config whose samples are as long as the built-in model takes, and prints that; others unchanged.
+    """Returns ``config`` with samples as long as its built-in model takes, and prints that; unchanged without a limit.
 
     >>> from shardwright.train.config import TrainConfig
     >>> with_longest(TrainConfig(settings={"max_tokens": 2048})).seq
@@ -192,7 +192,7 @@ def with_longest(config: TrainConfig) -> TrainConfig:
 
 
 def _here() -> str:
-    """Returns the name of the file of this machine that ``calibrate`` writes. Raises PlanError if it is not there."""
+    """Returns the name of the cluster file that ``calibrate`` has written here; raises PlanError if there is none."""
     from shardwright.planner.predicted import HERE
 
     if Path(HERE).exists():
@@ -206,7 +206,7 @@ def _here() -> str:
 
 
 class _SearchLog(logging.Handler):
-    """Prints what a search has priced on standard error, once it has taken a few seconds."""
+    """A log handler that prints the layouts a search has priced on standard error, once it has taken a few seconds."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -220,7 +220,7 @@ class _SearchLog(logging.Handler):
 
 @contextmanager
 def _says_what_it_does() -> Iterator[None]:
-    """Returns a context in which a search prints what it has priced."""
+    """Returns a context in which a search prints the layouts that it has priced."""
     log, handler = logging.getLogger("shardwright.planner"), _SearchLog()
     before = log.level
     log.addHandler(handler)
@@ -260,7 +260,7 @@ def _explained(
 def _check_beside(
     varies: bool, numbers: Sequence[int], *, replays: bool, anchors: bool, draws: bool, layouts: bool
 ) -> None:  # fmt: skip
-    """Raises PlanError for options that are not for several batches (``varies``) or several ``numbers`` of ranks."""
+    """Raises PlanError for options that do not go with several batch sizes (``varies``) or ``numbers`` of ranks."""
     for is_given, what, option in (
         (replays, "a run has one batch", "--replay"),
         (bool(numbers), "one of the two varies", "--ranks"),

@@ -22,7 +22,7 @@ _FIRST, _MOST_LETTERS = 8, 60
 
 
 def _trained(run: Path, shared: opt.Shared) -> tuple[TrainConfig, Layout]:
-    """Returns the config of the run in a folder, with other data or batch if the command names them, and the layout."""
+    """Returns a run's config, with the command's data and batch if given, and the command's layout, else ``single``."""
     from shardwright.cli.run_config import with_file
     from shardwright.train.config import TrainConfig, read_options
     from shardwright.train.run_file import read_run
@@ -102,7 +102,7 @@ def predict(
 
 
 def _shown(value: Any) -> str:
-    """Returns a value as text, and of a list the first few."""
+    """Returns a value as text; of a list only the first few entries."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, str):

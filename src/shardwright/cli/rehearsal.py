@@ -89,8 +89,8 @@ def timelines_of(
 def explanation_of(job: Job, layout: Layout, inputs: Any, path: str) -> tuple[dict[str, Any], str]:
     """Returns what the module named ``path`` holds, runs and sends under a layout, as data and as text.
 
-    It is that of the first rank that holds parameters of the module or, for a module without parameters, that calls
-    it. ``inputs`` are those of a global batch.
+    The rank described is the first that holds parameters of the module or, for a module without parameters, the first
+    that calls it. ``inputs`` are those of a global batch.
 
     Raises: PlanError: the model has no such module.
     """

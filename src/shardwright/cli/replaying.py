@@ -26,12 +26,12 @@ TABLES: Mapping[str, tuple[str, Any]] = {
 
 
 def replayed(folder: Path, shared: Shared, cluster: str | None) -> tuple[dict[str, Any], str]:
-    """Predicts each measured part of the run in ``folder`` again; returns as data and as text where that is off.
+    """Predicts each measured part of the run in ``folder`` again; returns the predictions' errors as data and as text.
 
-    ``shared`` may name the run's ``model`` and ``data``, which it must if they are factories, since a folder alone runs
-    no code.
-    ``cluster`` replaces that by which the run was predicted. The data has the run's parts with the predicted and
-    measured figures, by how much each is off, and the ``anchor`` that ``plan --anchor`` takes.
+    A part is the steps from one start of the run to the next. ``shared`` may name the run's ``model`` and ``data``, and
+    must name them if they are factories, since a folder alone runs no code. ``cluster`` replaces the cluster by which
+    the run was predicted. The data has the run's parts with the predicted and measured figures, by how much each is
+    off, and the ``anchor`` that ``plan --anchor`` takes.
 
     Raises: CheckpointError: there is no run, or its model or data must be named again. PlanError: no part of it was
         measured, an option is given that the run has already, or a part cannot be predicted.

@@ -112,7 +112,7 @@ def run_in(folder: Path, name: str = "", *, model: str | None = None, data: str 
 
 
 def described(part: Mapping[str, Any], model: str | None = None, data: str | None = None) -> Mapping[str, Any]:
-    """Returns the description of the layout of a part of a run, with what is sent in a step.
+    """Returns the description of the layout of ``part``, one start of a run, with what is sent in a step.
 
     Raises: CheckpointError: the part's model or data are a factory that ``model`` or ``data`` does not name. PlanError:
         its options are wrong, or its data are not there to show the shape of a batch. LayoutError: the layout does not
@@ -141,7 +141,7 @@ def described(part: Mapping[str, Any], model: str | None = None, data: str | Non
 
 
 def remarks(run: TrainingRun) -> list[str]:
-    """Returns what the user is told about a run's folder beside its page: damaged metrics, no steps, no map."""
+    """Returns sentences on what a run's page lacks: damaged metrics, steps, or maps of layouts that cannot be drawn."""
     found = []
     if run.num_damaged:
         found.append(f"{run.num_damaged} damaged lines of the metrics of {run.name} were left out")

@@ -44,7 +44,7 @@ def config_of(
     ``shared`` and ``flags`` are the options of the command line, of which None counts as not given. The pairs of
     ``--set`` and ``--role`` are added to those of the other sources. The options of the run in the folder ``resumed``
     replace ``base``. With ``fits``, the folder of a run, the layout may be ``auto-fit``, which is replaced by a layout
-    for the ranks available; rank 0 prints a change.
+    for the ranks available; rank 0 prints the layout if it has changed.
 
     Raises: LayoutError, PlanError: an option is wrong. CheckpointError: ``resumed`` has no run, or :func:`read_run`
         refuses its model.
@@ -69,7 +69,10 @@ def config_of(
 
 
 def _fitted(values: dict[str, Any], out: Path) -> dict[str, str]:
-    """Returns the layout for the available ranks if the layout is ``auto-fit``, and prints the change; else nothing."""
+    """Returns the layout, refitted to the available ranks, if it says ``auto-fit``; else {}.
+
+    A layout that differs from the earlier one in the folder ``out`` is printed.
+    """
     line = values.get("layout", "")
     if AUTO_FIT not in line.split():
         return {}
@@ -85,5 +88,5 @@ def _fitted(values: dict[str, Any], out: Path) -> dict[str, str]:
 
 
 def is_first_rank() -> bool:
-    """Returns whether this process is rank 0, which prints for all; under torchrun every rank runs the command."""
+    """Returns whether this process is rank 0, which alone prints; under torchrun every rank runs the command."""
     return os.environ.get("RANK", "0") == "0"

@@ -75,10 +75,10 @@ def export(
 
 
 def _model_of(path: Path, model: str | None) -> nn.Module | None:
-    """Returns the plain model of a run in a folder, without values; of a factory ``model``, if the user has named it.
+    """Returns the plain model of the run at ``path``, or of the user's factory ``model`` if given, without values.
 
-    Without ``model`` it is that of the run, if it is one of those that come along, else None: a folder alone runs no
-    code. The model has what is not in a checkpoint, such as ties.
+    Without ``model``, the run's model is returned if it is a built-in one, else None: a folder alone runs no code. The
+    model has what is not in a checkpoint, such as ties.
 
     Raises: CheckpointError, PlanError: there is no such factory, it fails, or the run has another model.
     """
@@ -101,7 +101,7 @@ def _model_of(path: Path, model: str | None) -> nn.Module | None:
 
 
 def opened_with_weights(config: TrainConfig) -> TrainingJob:
-    """Returns the model, loss and data that the options of a run name; with values if these name weights.
+    """Returns the model, loss and data that a run's options name; the model has values if the options name weights.
 
     Raises: CheckpointError, PlanError: there is no such model, or the weights are not its own.
     """

@@ -94,9 +94,9 @@ class NodeWait:
                 self._say(f"waiting for nodes, for {self.waited_s:.0f} s: {self.seen()}\n")
 
     def _came(self) -> TCPStore:
-        """Writes down this node, and returns the store.
+        """Adds this node to the list in torchrun's store, unless it is there, and returns the store.
 
-        Raises: OSError: nothing answers there yet, of which torch would print a trace each time.
+        Raises: OSError: nothing answers at the store's address yet; torch itself would print a trace at each such try.
         """
         with socket.create_connection(self._where, timeout=CONNECT_S):
             pass

@@ -74,7 +74,7 @@ class _NodeJob:
 
 
 def _kill(is_meant: Callable[[str], bool]) -> None:
-    """Kills the processes on this node with a mark that is meant, and returns when they are gone."""
+    """Kills this node's processes whose mark (an environment variable) ``is_meant`` accepts; waits for their end."""
     killed = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or is another user's

@@ -52,7 +52,7 @@ def wait_of(words: Sequence[str]) -> NodeWait | None:
 
 @contextmanager
 def named_if_missing(wait: NodeWait) -> Iterator[None]:
-    """Says which nodes have come while the others are waited for, and names them if they are waited for in vain.
+    """Returns a context that says which nodes have come, and raises an error that names them if the others never come.
 
     Raises: CommunicationError: torchrun gave up before all nodes had come.
     """

@@ -64,14 +64,14 @@ def gather_json(axis: Axis, value: Any, room: int = 0) -> list[Any]:
 
 
 def _gather_sizes(axis: Axis, text: bytes, call: str) -> list[int | None]:
-    """All-gathers the length of ``text``, and returns that of each rank; None for ranks that are in another call."""
+    """All-gathers the length of ``text``; returns each rank's length, None for ranks in another call of the library."""
     tag = text_digest(call) % (1 << _CALL_BITS)
     found = axis.all_gather(torch.tensor([len(text) | tag << _LENGTH_BITS], device=axis.device)).tolist()
     return [each % (1 << _LENGTH_BITS) if each >> _LENGTH_BITS == tag else None for each in found]
 
 
 def _different_calls(axis: Axis, call: str, sizes: Sequence[int | None]) -> PlanError:
-    """Returns the error of ranks that are in different calls, after they have exchanged what these are.
+    """Returns the error of ranks in different calls of the library, after they have exchanged the calls' names.
 
     A rank whose message was no length at all, as one that compares batches, does not take part in that exchange.
     """

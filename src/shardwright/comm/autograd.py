@@ -81,7 +81,7 @@ def refuses_hooks(error: RuntimeError) -> bool:
 
 
 def _run(function: type[Function], *args: Any) -> Tensor:
-    """Runs an autograd function of this module on a tensor, in a transform such as ``torch.vmap`` outside of it.
+    """Runs an autograd function of this module; transforms such as ``torch.vmap`` are suspended meanwhile.
 
     Raises: PlanError: the transform has wrapped the tensor, so that ranks cannot exchange it.
     """

@@ -88,7 +88,7 @@ class Axis:
         return len(self.ranks)
 
     def for_strategy(self, name: str) -> Axis:
-        """Returns the same axis, but with its calls recorded under ``name``, that of a strategy."""
+        """Returns this axis, but with its calls recorded under ``name``, the name of a strategy."""
         return replace(self, source=name)
 
     def subset(self, indices: Sequence[int]) -> Axis:

@@ -88,7 +88,7 @@ class CallChecker:
             pause_s = min(2 * pause_s, 0.02)
 
     def _chain(self, other: int) -> list[tuple[int, str]]:
-        """Returns the ranks that ``other`` waits for in turn, if they end here or at one that has returned."""
+        """Returns the waiting ranks, from ``other`` to this one or one that has returned; [] if neither ends them."""
         chain: list[tuple[int, str]] = []
         rank = other
         while rank != self.rank:

@@ -28,10 +28,10 @@ from shardwright.mesh import Mesh
 T = TypeVar("T")
 
 _END_S = 5.0
-"""Seconds that a launch which was interrupted, or of which a rank has failed, waits for its other threads."""
+"""Seconds that an interrupted launch, or one of which a rank has failed, waits for its threads to end."""
 
 _LEFT: dict[threading.Thread, int] = {}
-"""Threads that such a launch has left computing, each with the exit code of a process that ends before it."""
+"""Threads that an interrupted or failed launch left computing, each with the process's exit code if it ends first."""
 
 
 class HasRanks(Protocol):
@@ -55,10 +55,10 @@ def launch(
 
     ``ranks="threads"`` runs the ranks as threads of this process. ``"processes"`` starts them on this machine, without
     a socket that another machine could connect to, and pickles ``work``, its arguments and its results: a model among
-    these is copied, and the caller's keeps its values, of which it is warned where ranks have trained. Functions of a
-    notebook or an interactive session, and functions inside of functions of a script, then need the package
-    cloudpickle. But in a process that is already a rank (of ``torchrun``, ``srun`` or ``mpirun``) it joins that run and
-    returns a list with this rank's result alone.
+    these is copied, and the caller's model keeps its values; a warning says so if ranks have trained the copy.
+    Functions of a notebook or an interactive session, and functions inside of functions of a script, then need the
+    package cloudpickle. But in a process that is already a rank (of ``torchrun``, ``srun`` or ``mpirun``) it joins that
+    run and returns a list with this rank's result alone.
 
     ``options`` for processes: ``debug`` checks that all ranks make the same calls; ``timeout_s`` (600) is the time
     limit of a call in seconds; ``grace_s`` (30) is how many seconds ranks have to end after a stop signal; ``device``
@@ -103,7 +103,7 @@ def launch(
 
 
 def _check_launch(work: Any, ranks_or_layout: Any, ranks: Any) -> None:
-    """Raises PlanError for arguments of :func:`launch` that are none, with the line to write."""
+    """Raises PlanError, with the line to write, for arguments that :func:`launch` does not take."""
     given, allowed = "", ""
     if not callable(work):
         given, allowed = (

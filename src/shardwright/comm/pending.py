@@ -23,7 +23,7 @@ class Pending(Generic[Result]):
         self._axis = waits.axis
 
     def wait(self) -> Result:
-        """Waits until the result of the collective or message can be used, and returns it, at each call the same.
+        """Waits until the result of the collective or message can be used, and returns it; later calls return it again.
 
         Over NCCL, the device's current stream waits, and not the host. The ``wait`` of a send does not wait for the
         receiver.

@@ -17,7 +17,7 @@ ON_RETURN: list[Callable[[nn.Module], None]] = []
 
 
 def note_trained(model: nn.Module) -> None:
-    """Remembers that a run of this process has trained, and was made of ``model``."""
+    """Remembers ``model`` as a plain model whose run has trained in this process."""
     _TRAINED[:] = [each for each in _TRAINED if (other := each()) is not None and other is not model] + [ref(model)]
 
 

@@ -24,7 +24,7 @@ class WaitTimes(threading.local):
         self._inside = False
 
     def timed(self, axis: str, finish: Callable[[], Result]) -> Result:
-        """Calls ``finish``, and counts its seconds as a wait on ``axis``, unless it is part of another wait."""
+        """Returns ``finish()``, and counts its seconds as a wait on ``axis``, unless another wait is under way."""
         if self._inside or self.seconds is None:
             return finish()
         self._inside, start_s = True, perf_counter()

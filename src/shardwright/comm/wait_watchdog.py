@@ -33,13 +33,13 @@ NOTICE_S = 15.0
 
 _LOOK_S = 5.0
 _MOST_NOTES = 1000
-"""After so many notes a rank publishes no more waits: torch's store of one machine is a file that only grows."""
+"""The number of waits after which a rank publishes no more: torch's store of one machine is a file that only grows."""
 
 _RETURNED = "has returned from its work"
 
 
 class _Note(NamedTuple):
-    """What a rank publishes: the number of this note of it, the user's call in which it waits, and the line of that.
+    """What a waiting rank publishes: the note's number, the user's call in which the rank waits, and that call's line.
 
     ``confirmed`` are the numbers of all ranks' notes if, after it had read these, the rank was still in the same wait.
     """

@@ -52,7 +52,7 @@ class Transport(Protocol):
     def saving(self) -> AbstractContextManager[None]:
         """Returns a context in which the launcher does not yet end this rank, for some seconds, after another failed.
 
-        Ranks that no launcher of this library has started have the time that theirs gives them.
+        Ranks that another launcher has started, such as ``torchrun``, have the time that it gives them.
         """
 
 

@@ -202,8 +202,8 @@ def _term_shares(
 ) -> dict[int, tuple[Piece, ...]]:
     """Returns the pieces of one source term that each rank of a partial destination adds to its own term.
 
-    A part stays on a rank that holds it already; parts that no destination rank holds go to one of the terms. All
-    copies of a destination term take the same parts, because a later sum may read each term from any of its copies.
+    Elements stay on a rank that holds them already; elements that no destination rank holds go to one of the terms. All
+    copies of a destination term take the same elements, because a later sum may read each term from any of its copies.
     """
     sums: defaultdict[tuple[int, ...], defaultdict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, coord in destination.placement.coords:

@@ -194,7 +194,7 @@ class _FromLocal(torch.autograd.Function):
 def _cut_anew(
     local: Tensor, held: dict[int, Box], wanted: dict[int, Box], layout: GlobalLayout, shape: tuple[int, ...]
 ) -> Tensor:
-    """Returns this rank's local tensor after the ranks with the same term and copy have cut it at other places."""
+    """Returns this rank's local tensor after the ranks with slices of the same term and copy have moved the cuts."""
     coord_of = dict(layout.placement.coords)
 
     def unsplit(rank: int) -> tuple[int, ...]:

@@ -170,7 +170,7 @@ class Tracker(TorchDispatchMode):
             self._forced_kind = before
 
     def mark(self) -> None:
-        """Appends a :class:`MemorySnapshot`, the bytes of each kind that are held now, to those of the account."""
+        """Appends a :class:`MemorySnapshot`, the bytes held now by kind, to the account's snapshots."""
         self._remove_freed()
         if self._blocks is not None:
             self._totals["shared"] = self._blocks.num_bytes

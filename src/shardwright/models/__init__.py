@@ -123,7 +123,7 @@ def configure(name: str, settings: Mapping[str, object]) -> Any:
 
 
 FACTORY = threading.RLock()
-"""Held while a user's factory runs, since ranks may be threads, and imports on first use are not made for several."""
+"""Held while a user's factory runs: ranks may be threads, and imports on first use are not made for several at once."""
 
 
 def build(name: str, settings: Mapping[str, object]) -> nn.Module:

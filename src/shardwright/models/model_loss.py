@@ -130,7 +130,7 @@ class ModelLoss(nn.Module):
 
 
 def _takes_default(model: nn.Module) -> bool:
-    """Returns whether the code of a model calls ``loss_function``, and that is the loss of causal language models."""
+    """Returns whether a model's code calls ``loss_function`` and this function is that of causal language models."""
     for module in model.modules():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if code is not None and "loss_function" in code.co_names:

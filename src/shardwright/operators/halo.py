@@ -129,9 +129,9 @@ class _Halo(Function):
 def _exchange(
     axis: Axis, like: Tensor, dim: int, sent: Mapping[int, list[Tensor]], runs: Mapping[int, Runs]
 ) -> dict[int, list[Tensor]]:
-    """Sends rows to other members and receives theirs, one message each way; none is sent where there are no rows.
+    """Exchanges rows with other members, in one message each way, and returns the received rows by member.
 
-    ``runs`` are the rows that each member sends here.
+    ``runs`` are the rows that each member sends here. Where there are no rows, no message is sent.
     """
     rows = {source: [stop - first for first, stop in each] for source, each in runs.items()}
     received = axis.send_and_receive_async(

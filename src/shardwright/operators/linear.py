@@ -119,7 +119,7 @@ class WeightPrefetch:
         model.register_forward_hook(self.finish, always_call=True)
 
     def fetch(self, product: GridProduct, w_hk: Tensor) -> Pending[Tensor]:
-        """Returns the pending all-gather of a layer's weight, and starts that of the layer expected next."""
+        """Returns the pending all-gather of a layer's weight, and starts the all-gather of the layer expected next."""
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward or not (self._in_forward or self.always):
             return _start_fetch(w_hk, product)

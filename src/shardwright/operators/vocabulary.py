@@ -121,7 +121,7 @@ class _CutCrossEntropy(Function):
 
 
 def _combine(all_ApN: Tensor) -> Tensor:
-    """Returns the numbers of each token over all members: largest logit, sum of exponentials, and plain sums."""
+    """Returns each token's numbers combined over all members: largest logit, sum of exponentials, and plain sums."""
     top_N = all_ApN[:, 0].amax(dim=0)
     exponentials_N = (all_ApN[:, 1] * (all_ApN[:, 0] - top_N).exp()).sum(dim=0)
     return torch.cat((top_N.unsqueeze(0), exponentials_N.unsqueeze(0), all_ApN[:, 2:].sum(dim=0)))

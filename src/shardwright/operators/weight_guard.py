@@ -160,13 +160,13 @@ def guard(module: nn.Module, path: str, forward: ForwardFlag, readable: Collecti
 
 
 class GhostWeight(Tensor):
-    """What stands for a sharded weight where code that is not its layer's reads it: a dtype and a device, no values."""
+    """The stand-in for a sharded weight that code outside of its layer reads, with dtype and device, without values."""
 
     _of: tuple[Tensor, str, str]
 
     @classmethod
     def of(cls, weight: Tensor, path: str, name: str) -> GhostWeight:
-        """Returns the stand-in of the parameter ``name`` of the layer at ``path``."""
+        """Returns a stand-in, without values, for ``weight``, the parameter ``name`` of the layer at ``path``."""
         made = torch.empty(0, dtype=weight.dtype, device="meta").as_subclass(cls)
         made._of = weight, path, name
         return made
@@ -197,14 +197,14 @@ _SAME_OF_SHARDS = frozenset(
      Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.dim, Tensor.get_device,
      torch.is_floating_point, torch.is_complex)
 )  # fmt: skip
-"""The functions that give for a shard the same answer as for the whole."""
+"""The functions that give the same answer for a shard as for the whole weight."""
 
 _GUARD = "_weight_guard"
 
 
 @cache
 def _guarded_kind(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Returns a subclass of ``kind`` whose properties refuse to read these parameters; layers alike share one."""
+    """Returns a cached subclass of ``kind`` in which reading these parameters in a forward gives a GhostWeight."""
 
     def reader(name: str) -> property:
         def read(self: nn.Module) -> Tensor | None:

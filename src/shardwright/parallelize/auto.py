@@ -149,7 +149,8 @@ def _extremes(factor: Factor, num_ranks: int) -> list[Factor]:
 def _factors(factor: Factor, num_ranks: int) -> Iterator[Factor]:
     """Yields the factor's mode on every grid of ``num_ranks``; if these are all its ranks, also 1D, without ``sp``.
 
-    Of plain 1D it yields the one that cuts the samples too (``sp``), which needs no two layers to be cut together.
+    For plain 1D, without options, it also yields 1D with ``sp``, which cuts the samples too and needs no two layers to
+    be cut together.
     """
     mode = next((option.name for option in factor.options if option.name in NUM_SIDES), "")
     for sides in shapes(mode, num_ranks):

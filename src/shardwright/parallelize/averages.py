@@ -25,7 +25,7 @@ class Averages:
 
     After the optimizer's first step an average is the parameter, as in torch's ``AveragedModel``; after each later one,
     ``decay`` times itself and ``1 - decay`` times the parameter. A step that fp16 skips does not count. A parameter
-    without a gradient so far has no average yet, and stands for it itself. Buffers are not averaged.
+    without a gradient so far has no average yet; the parameter itself is used in its place. Buffers are not averaged.
 
     With ``from_initial`` an average starts as the parameter is before its first update, as timm's ``ModelEma`` does.
     """
@@ -60,7 +60,10 @@ class Averages:
 
     @torch.no_grad()
     def _begin(self, *_: Any) -> None:
-        """Notes which parameters have gradients, and the values of those that take part only from this step on."""
+        """Copies, before an optimizer's step, the parameters whose averages begin with this step.
+
+        Raises: PlanError: the averages are applied.
+        """
         if self.is_applied:
             raise PlanError(
                 "an optimizer steps from the parameters, and not from their averages",
@@ -146,7 +149,7 @@ def _written(decay: float, *, from_initial: bool) -> str:
 
 
 class RunAverages:
-    """The averages that a run has made, one for each optimizer; an optimizer that is let go takes its own along."""
+    """The averages that a run has made: an :class:`Averages` for each optimizer, freed together with the optimizer."""
 
     def __init__(self) -> None:
         self._made: WeakSet[Averages] = WeakSet()
@@ -156,7 +159,7 @@ class RunAverages:
     def get(
         self, run: RankState, optimizer: torch.optim.Optimizer, decay: float, *, from_initial: bool = False
     ) -> Averages:
-        """Returns the averages of ``optimizer``, which are made once: its state has one average of a parameter.
+        """Returns the averages of ``optimizer``, made at the first call: its state has one average of each parameter.
 
         Raises: PlanError: there are some with another decay, or another start; and as :class:`Averages`.
         """

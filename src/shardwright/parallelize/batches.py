@@ -24,7 +24,7 @@ from shardwright.errors import PlanError
 from shardwright.runtime.executor import Microbatch
 
 Targets = str | int | Callable[[Any], tuple[Any, Any]] | None
-"""What the targets of a batch are: a name, a place, a function that returns (inputs, targets), or a batch's second."""
+"""What a batch's targets are: a name, a place, a function that returns (inputs, targets), or None: a pair's second."""
 
 TARGETS = ("labels", "targets", "target", "label", "y")
 """The keys by which a batch that is a dict may name its targets."""
@@ -85,7 +85,7 @@ def pairs(
 
 
 def _check_named(model: nn.Module, inputs: Any, targets: Targets, call: str) -> None:
-    """Raises PlanError if named inputs have names of which the model's forward has no argument."""
+    """Raises PlanError if named inputs have names that are no argument of the model's forward."""
     if not isinstance(inputs, Mapping) or not (strange := unknown_names(model, inputs)):
         return
     names = list(inspect.signature(model.forward).parameters)
@@ -101,7 +101,7 @@ def _check_named(model: nn.Module, inputs: Any, targets: Targets, call: str) -> 
 
 
 def unknown_names(model: nn.Module, names: Iterable[Any]) -> list[Any]:
-    """Returns those of ``names`` of which the forward of a model has no argument.
+    """Returns the ``names`` that are no argument of the model's forward.
 
     >>> unknown_names(nn.Linear(3, 1), ["input", "x"])
     ['x']
@@ -302,7 +302,7 @@ def _check_unsplit(batches: Any) -> None:
 
 
 def _no_part(batch: Any) -> Any:
-    """Returns a batch. Raises PlanError: it is a rank's part of one already, as of a second ``run.shard``."""
+    """Returns ``batch``; raises PlanError if it is a rank's part of a batch already, as from a second ``run.shard``."""
     if isinstance(batch, Microbatch):
         raise PlanError(
             "run.shard takes global batches, and gives each rank its part",

@@ -297,7 +297,7 @@ def torch_errors_explained(plan: Plan) -> Iterator[None]:
 
 
 _DTYPES = re.compile(r"BFloat16|bfloat16|\bHalf\b|float16|same dtype")
-"""What errors of torch say about an operator that does not run in bf16 or fp16, or on such tensors and others."""
+"""What errors of torch say about an operator that does not run in bf16 or fp16, or not on tensors of two dtypes."""
 
 
 def check_trains(plan: Plan) -> None:
@@ -342,7 +342,7 @@ def check_dtypes(parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, to
 
 
 Held = tuple[Mapping[str, Any], str, Any]
-"""A submodule or parameter that a module had when the model was laid out: the module's dict, its name and itself."""
+"""A submodule or parameter that a module had when the model was laid out: the module's dict, its key, its value."""
 
 
 def structure_of(model: nn.Module) -> tuple[Held, ...]:
@@ -426,7 +426,7 @@ def dropout_warning(model: nn.Module) -> str:
 
 
 def hooks_warning(model: nn.Module, plan: Plan) -> str:
-    """Returns a warning about a hook on a gradient that sees a rank's term of it, or a part; "" without such a hook."""
+    """Returns a warning about a hook that sees only a rank's term or part of a gradient; "" without such a hook."""
     if plan.mesh.size * plan.layout.num_microbatches == 1:
         return ""
     name = next((name for name, parameter in model.named_parameters() if has_hook_of_user(parameter)), "")
@@ -454,7 +454,7 @@ def idle_hooks_warning(model: nn.Module, stored: Mapping[str, Tensor], plan: Pla
 
 
 def _share_dropped(module: nn.Module) -> float:
-    """Returns a module's share of dropout: a dropout's, or the one that attentions, RNNs and layers of others keep."""
+    """Returns the probability with which a module drops elements: ``p`` of a dropout, else its ``dropout``, else 0."""
     share = module.p if isinstance(module, DROPOUTS) else getattr(module, "dropout", 0.0)
     return share if isinstance(share, float) else 0.0
 
@@ -469,8 +469,9 @@ def check_same_start(
 
     Copies that start different stay different, and sums of their gradients mean nothing. Strided tensors with values
     are compared by all their bits, tensors on the meta device by what a constructor recorded to fill them with, and
-    sparse tensors by shape and dtype only. So are the tensors of ``example``, whose values the layout was planned by
-    (None if by no values). On a single rank, and if ranks are on the meta device, nothing is compared.
+    sparse tensors by shape and dtype only. The tensors of ``example``, by whose values the layout was planned, are
+    compared in the same way; it is None if no values were read. On a single rank, and if ranks are on the meta device,
+    nothing is compared.
 
     All ranks call it.
 

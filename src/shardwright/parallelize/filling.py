@@ -96,7 +96,7 @@ class WholeWeights:
         """Does nothing: the tensors are there."""
 
     def place(self, name: str) -> object:
-        """Returns the memory, shape and strides of a tensor, which tied tensors share."""
+        """Returns the memory, shape and strides of a tensor as a key, which is equal for tied tensors."""
         given = self._given[name]
         return given.data_ptr(), given.shape, given.stride(), given.dtype
 
@@ -450,7 +450,7 @@ def _check_ties(
 
 
 def _write_parts(run: RankState, target: StateTensor, store: WeightStore, source: str) -> None:
-    """Reads this rank's boxes of one tensor, and writes each slab into its place before the next is read."""
+    """Reads this rank's boxes of one tensor in slabs, and writes each slab into the run's tensor before the next."""
     if target.local is None or target.local.is_meta:
         return
     for piece in target.layout.pieces(run.coord):

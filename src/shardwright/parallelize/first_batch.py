@@ -84,9 +84,9 @@ def _graph(model: nn.Module, inputs: Any) -> ModelGraph:
 
 
 def _check_places(draws: Draws, known: Collection[str]) -> None:
-    """Raises PlanError where a drawn tensor lacks the samples in dim 0, but in layers ``known`` to have them in dim 1.
+    """Raises PlanError if code draws random numbers for a tensor whose dim 0 is not the samples, but for ``known``.
 
-    Without an example, all other layers are taken to have them there.
+    ``known`` are the layers whose samples are in dim 1; without an example, all others are taken to have them in dim 0.
     """
     for (path, _, _), place in draws.places.items():
         if path in known:

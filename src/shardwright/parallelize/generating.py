@@ -289,7 +289,7 @@ def _surroundings(given: Call) -> tuple[object, ...]:
 
 
 def _taken(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
-    """Returns the named arguments that the model's forward takes: it may pass others on by itself."""
+    """Returns the named arguments that the model's forward takes: all of them if it has ``**kwargs``."""
     return named if _takes_all(model) else {name: value for name, value in named.items() if name in _names(model)}
 
 

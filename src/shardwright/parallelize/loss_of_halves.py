@@ -26,14 +26,14 @@ from shardwright.parallelize.repeated_calls import may_be_repeated
 from shardwright.sharding.tensor_part import tagged
 
 _MOST_ELEMENTS = 2**24
-"""How many elements of outputs and targets are looked at: no more samples than have these, but two at least."""
+"""The most elements of outputs and targets that are compared: the first samples that fit, but at least two."""
 
 _WIDE_DIFFERENCE, _DIFFERENCE = 1e-5, 1e-3
 """How much two means may differ by rounding alone, relative to them: if the loss is given float64, which its code may
 convert to float32; and if it is given another dtype, in which matrix products may be in TF32."""
 
 _NARROW_ROUNDINGS = 16
-"""The same where the loss computes in bf16 or fp16, in roundings of one number."""
+"""How much two means may differ where the loss computes in bf16 or fp16, in roundings (eps) of bf16."""
 
 _LEAST_DIFFERENCE = 1e-6
 """The difference of two means that may be rounding of terms which cancel, as in the first step of a policy gradient."""
@@ -85,7 +85,7 @@ def difference_of_halves(loss: nn.Module, output: Any, targets: Any) -> tuple[fl
 
 
 class _SumRecord(NamedTuple):
-    """Sums and counts of the first samples, and of each half of these; and the bits of the narrowest floats."""
+    """The loss sums and counts of the first samples and of each half of them, and the bits of the narrowest floats."""
 
     values: list[list[float]]
     narrowest: int
@@ -128,7 +128,7 @@ def warn_of_halves(loss: nn.Module, output: Any, targets: Any, stacklevel: int) 
 
 
 class _RefusesDraws(DispatchMode):
-    """Raises an error where an operator draws random numbers, or waits for other ranks, which may not call it.
+    """A mode that raises an error where an operator draws random numbers, or waits for ranks that may not call it.
 
     ``narrowest`` has the bits of the narrowest floating-point numbers that operators have made.
     """

@@ -55,8 +55,9 @@ def check_reads(
 ) -> None:  # fmt: skip
     """Raises PlanError if a loss reads parameters that are not those that it would read on one device.
 
-    ``leaves`` are what it reads beside the output. Those that are ``is_plain``, of the plain model, are not trained.
-    Those of the run's ``model`` and those that it has ``stored`` may be parts, or be on another stage.
+    ``leaves`` are the tensors that the loss reads beside the output. Errors are: a tensor of the plain model
+    (``is_plain``), which no step trains; and a parameter of the run's ``model``, or a ``stored`` one, unless each rank
+    computes with the whole parameter and trains it.
     """
     computing = {id(parameter): name for name, parameter in model.named_parameters()}
     own = {id(parameter): name for name, parameter in stored.items()} | computing

@@ -13,7 +13,7 @@ from shardwright.analysis.reached import ATOMS
 from shardwright.models.given_loss import FunctionLoss, SumLoss
 
 MOST_ENTRIES = 100
-"""A dict with more entries is a table, such as a vocabulary, and not settings: each is looked up before each step."""
+"""A dict with more entries is a table, such as a vocabulary, and not settings, which are read before each step."""
 
 _FOLLOWED = "_followed_settings"
 

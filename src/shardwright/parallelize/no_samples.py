@@ -54,7 +54,7 @@ class NoSampleChecker:
             )
 
     def _found(self, inputs: Any) -> str:
-        """Returns what the model raises without samples; "" if nothing, or if it fails on the meta device anyway."""
+        """Returns the model's error text on no samples; "" without an error, or if it fails on samples too."""
         if packed_in(inputs):
             return "what is not known of packed rows and lists of samples"
         plain = None if self._plain is None else self._plain()

@@ -19,11 +19,11 @@ from shardwright.plan.plan import Plan
 Split = Callable[[Tensor], Sequence[Tensor]]
 
 _EXECUTION = ("capturable", "foreach", "fused")
-"""The options that say how torch runs a step, and not what it computes: a card may be needed for it."""
+"""The options that say how torch runs a step, and not what it computes; some need a GPU."""
 
 
 def check_elementwise(kind: Any, options: Mapping[str, Any], plan: Plan, given: Sequence[Any] = ()) -> None:
-    """Raises PlanError if the optimizer is none, or cannot update a rank's shards alone.
+    """Raises PlanError if ``kind`` cannot be called, or its optimizer cannot update a rank's shards alone.
 
     Such an optimizer needs whole tensors, or keeps state for all parameters together. ``kind`` is its class and
     ``options`` are its options. ``given`` are its parameters as torch takes them: dicts among these are parameter

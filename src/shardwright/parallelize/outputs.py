@@ -28,7 +28,7 @@ _ALIKE = (bool, str, type(None))
 
 
 class OutputShare(NamedTuple):
-    """What ranks compare before they join their outputs: the number of samples, and what their shares are.
+    """What ranks compare before they join their outputs: the number of samples, and descriptions of the outputs.
 
     ``inputs`` are digests of all samples, ``tree`` is the structure of this rank's output, and ``leaves`` describe its
     leaves, with None for one that cannot be joined. ``values`` are digests of its tensors. All four are empty where
@@ -61,15 +61,15 @@ def _described(leaf: Any, num_held: int) -> str | None:
 
 
 def can_join(own: OutputShare, plan: Plan, everyone: Axis, num_held: Sequence[int]) -> bool | None:
-    """Returns whether the ranks' outputs are shares that can be joined; None if that cannot be told this time.
+    """Returns whether the ranks' outputs, each of its own samples, can be joined; None if that cannot be told yet.
 
     A tensor that is not of the samples, such as a table, may be as long as a rank's samples. It is told by its length
     where ranks hold other numbers of samples, and else by its values, which all ranks have alike; samples that are
     alike may have the same by chance. ``num_held`` are the numbers of samples on ranks that hold different ones, empty
     if all tensors are known to be of samples.
 
-    All ranks call it, and get the same. ``everyone`` is the axis of all ranks. Only ranks that differ on axes that cut
-    samples are compared: others compute copies, which may differ by rounding.
+    All ranks call it, and get the same result. ``everyone`` is the axis of all ranks. Only ranks that differ on axes
+    that cut samples are compared: others compute copies, which may differ by rounding.
 
     Traffic: a gather of text. Raises: PlanError, on every rank: ranks were given different inputs.
     """

@@ -346,7 +346,7 @@ class StepTraffic:
         return tuple(by_size[len(part)] for part in parts)
 
     def _parted_elements(self, coord: Coord) -> set[int]:
-        """Returns the sizes of the values that the rank at ``coord`` sends to other stages in parts, in elements."""
+        """Returns the sizes in elements of the values of which the rank at ``coord`` sends other stages only a part."""
         shards = microbatch_shards(self.plan, coord, self._num_samples, self._num_tokens)
         found = different(crossings(self._crossing(self._microbatches(coord), shards, coord)))
         values = (each for crossing in found for tensors in crossing.values() for each in tensors if each.is_scattered)
@@ -387,7 +387,7 @@ def narrow_model(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def _on_stage(module_calls: ModuleCalls, plan: Plan, coord: Coord) -> ModuleCalls:
-    """Returns those of the model's module calls that this rank's pipeline chunks make; repeated calls are repeated."""
+    """Returns the model's module calls that this rank's pipeline chunks make; a call made twice is listed twice."""
     if plan.stages is None or plan.schedule is None:
         return module_calls
     chunked, chunks = plan.stages.chunked, plan.schedule.chunks_of(coord["pp"])

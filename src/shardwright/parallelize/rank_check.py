@@ -136,7 +136,7 @@ def check_ranks(
 def batch_number(batch: Microbatch) -> int:
     """Returns a number from 1 to 2**16 - 1 that tells global batches apart; 0 if they are not to be compared.
 
-    Sums of its square over 1,024 ranks, times these, are whole in float64.
+    It is so small that the sum of its squares over 1,024 ranks, times the number of ranks, is exact in float64.
     """
     if not batch.of_global or any(each.is_meta for each in batch.of_global):
         return 0
@@ -170,7 +170,7 @@ def some_elements(batch: Any) -> tuple[Tensor, ...]:
 
 
 def _some_of(tensor: Tensor) -> Tensor:
-    """Returns at most 256 elements, evenly spaced, with a step that reaches all places of a sample by turns."""
+    """Returns at most 256 elements, evenly spaced, at places in the samples that differ from one sample to the next."""
     step, in_sample = max(1, -(-tensor.numel() // _NUM_COMPARED)), tensor[:1].numel()
     while step > 1 and gcd(step, in_sample) > 1:
         step += 1
@@ -246,7 +246,7 @@ def _listed(ranks: Sequence[int]) -> str:
 def _beyond_rounding(
     every: Sequence[dict[str, str]], axes: Mapping[str, Axis], parameters: Mapping[str, nn.Parameter], each: RankText
 ) -> list[dict[str, str]]:
-    """Returns the lines of all ranks without tensor-parallel copies that differ only by rounding."""
+    """Returns the lines of all ranks without those of tensor-parallel copies that differ only by rounding."""
     (axis,), everyone = each.axes, axes["world"].for_strategy("core")
     names = sorted({key for lines in every for key in lines if len({other.get(key) for other in every}) > 1})
     same = []

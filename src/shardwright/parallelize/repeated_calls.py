@@ -1,4 +1,4 @@
-"""Tells whether a user's loss may be called more often than it is for a step, on samples of which one rank knows."""
+"""Tells whether a user's loss may be called more often than a step calls it, on the samples of one rank alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_ELEMENTS = 2**22
 
 _WRITES = frozenset(("DELETE_ATTR", "DELETE_SUBSCR", "STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR"))
 _ATTRIBUTES = frozenset(("DELETE_ATTR", "STORE_ATTR"))
-"""Writes that a copy of a module takes, if they are to the module itself."""
+"""The opcodes that write attributes: what a copied loss writes to itself does not reach the original."""
 
 _KNOWN = ("torch.", "shardwright.models.", "shardwright.forward_stack", "shardwright.parallelize.loss_settings",
           "builtins", "math", "functools", "operator", "collections", "typing", "enum", "types", "weakref")  # fmt: skip
@@ -67,7 +67,7 @@ def may_be_repeated(loss: nn.Module) -> bool:
 
 
 def _is_shared(value: Any, is_own: bool) -> bool:
-    """Returns whether others meet in an object: it sends messages, is a package, or has buffers and is not copied."""
+    """Returns whether an object is shared with other code: it sends messages, is a package, or has shared buffers."""
     if isinstance(value, ModuleType):
         return value.__name__.partition(".")[0] not in _PLAIN or value.__name__.startswith("torch.distributed")
     has_buffers = isinstance(value, nn.Module) and any(True for _ in value.buffers())
@@ -96,7 +96,7 @@ def _codes(function: FunctionType) -> Iterator[CodeType]:
 
 
 def _changes(function: FunctionType, writes: Collection[str]) -> bool:
-    """Returns whether a function may write to what others see, or reads a container or prints, as it may then too."""
+    """Returns whether a function may change what other code sees: it writes, prints, or knows a container."""
     outer, held = {*function.__code__.co_freevars}, [*_known_to(function)]
     if any(isinstance(each, list | dict | set | deque | bytearray) for each in held):
         return True

@@ -512,11 +512,11 @@ class Run(RankState):
         return optimizer
 
     def _check_reads(self, leaves: Collection[Tensor]) -> None:
-        """Raises PlanError if a loss reads parameters of the plain model, or parts of the run's own."""
+        """Raises PlanError if a loss reads parameters of the plain model, or a rank's part of a parameter."""
         check_reads(leaves, self.model, self.parameters, self._guard.is_plain, self.plan)
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Renews copies of the parameters after each step of an optimizer over them, and marks whose state it has."""
+        """Has an optimizer's steps check and renew the parameters' copies, and its ``state_dict`` name its rank."""
         optimizer.register_step_pre_hook(lambda *_: self._check_written())
         optimizer.register_step_post_hook(lambda *_: self.changed())
         keep_parts_apart(optimizer, self.parameters, self.plan, self.coord)

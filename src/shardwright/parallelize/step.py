@@ -253,7 +253,7 @@ class TrainStep:
         self._shard.set_num_tokens(num_tokens)
 
     def _forward(self, pieces: Sequence[Microbatch], last: OutputHandler) -> None:
-        """Runs the forwards of all microbatches, in the schedule's order if their number is the schedule's."""
+        """Runs the forwards of all microbatches, in the schedule's order if the schedule has as many microbatches."""
         schedule = self._schedule(len(pieces))
         same = schedule.num_microbatches == len(pieces)
         forwards = forward_only(schedule) if same else one_by_one(schedule, len(pieces))
@@ -267,8 +267,8 @@ class TrainStep:
     def _total(self, sums: Sequence[Tensor], number: int = 0) -> Tensor:
         """Returns the sum of the loss and the number of targets over all ranks.
 
-        ``number``, if not 0, is that of the global batch, and is compared in the same all-reduce, which then also has
-        its sum and the sum of its squares: of equal numbers alone, these fit together.
+        ``number``, if not 0, is that of the global batch (:func:`batch_number`). The same all-reduce then also sums it
+        and its square over the ranks, and an error is raised unless these two sums are those of equal numbers.
         """
         device = self._everyone.device
         total = torch.stack(list(sums)).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=device)

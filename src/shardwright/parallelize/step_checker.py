@@ -61,7 +61,7 @@ class StepChecker:
             self._watches_loss = not self._guard.warns_of_loss(run.num_steps, may_wait=compares)
 
     def _compare_ranks(self, run: RankState, batch: Microbatch, earlier: str) -> None:
-        """Raises PlanError if ranks differ; warns if nothing has trained. ``earlier`` digests the samples' numbers."""
+        """Raises PlanError if ranks differ; warns if nothing has trained. ``earlier`` is as in :func:`check_ranks`."""
         if run.world.device.type == "meta":
             return
         for each in self._applied:

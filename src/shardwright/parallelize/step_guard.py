@@ -111,7 +111,7 @@ class StepGuard:
             self.num_waiting = 0
 
     def is_plain(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor is one that the run does not step, as of the plain model, or shares its memory."""
+        """Returns whether a tensor is one that no step of the run reads, as of the plain model, or shares memory."""
         others = [other for each in self._others.values() if (other := each()) is not None and not other.is_meta]
         return any(each is tensor or (each.numel() and each.data_ptr() == tensor.data_ptr()) for each in others)
 
@@ -127,9 +127,10 @@ class StepGuard:
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises PlanError if a step of ``optimizer``, which is about to run, would be wrong for this run.
 
-        That is so if, after a step of the run, it has tensors that the run does not read, such as the plain model's,
-        and no other code has given it gradients; if it cannot update shards alone, or its parameter groups were chosen
-        by the dims of flattened shards; or if it would use the gradients of the last of several steps only.
+        That is so if, after a step of the run, the optimizer has tensors that the run does not read, such as the plain
+        model's, and no other code has given these gradients; if the optimizer cannot update shards alone, or its
+        parameter groups were chosen by the dims of flattened shards; or if it would use the gradients of only the last
+        of several steps.
         """
         kind, tensors = type(optimizer).__name__, _tensors_of(optimizer)
         line = f"optimizer = run.optimizer(torch.optim.{kind}, lr=...)"
@@ -173,7 +174,7 @@ class StepGuard:
             self.updates_of_all.add(optimizer)
 
     def count_samples(self, num_samples: int | None) -> str:
-        """Adds a step's number of samples to a digest of those of all steps so far; returns the digest as text."""
+        """Adds a step's number of samples to a digest of all steps' numbers so far; returns the digest as text."""
         self._past_samples = crc32(f"{num_samples} ".encode(), self._past_samples)
         return f"numbers of digest {self._past_samples:08x}"
 
@@ -243,7 +244,7 @@ class StepGuard:
             self._refuse_clipping(f"tensors without gradients under {self.plan.layout}, which are not run.parameters")
 
     def before_conversion(self, tensor: Tensor) -> None:
-        """Raises PlanError if torch is about to join or set parameters as one vector, and ``tensor`` is one of a part.
+        """Raises PlanError if torch is about to join or set parameters as a vector, and ``tensor`` is a part or a copy.
 
         That is so if ranks hold parts of the run's parameters, so that the vector would be that of one rank's part, and
         for a parameter of the run's model of which the optimizer updates another copy.
@@ -261,7 +262,7 @@ class StepGuard:
             )
 
     def before_norm(self, gradients: Iterable[Tensor]) -> None:
-        """Raises PlanError if torch is about to take the norm of ``gradients``, and these are a rank's part of all."""
+        """Raises PlanError if torch is about to take the norm of ``gradients`` that are only one rank's part."""
         own = {id(p.grad) for p in self.parameters.values() if p.grad is not None} if self._cut else set()
         if any(id(tensor) in own for tensor in gradients):
             self._refuse_clipping(f"a rank's part of the gradients under {self.plan.layout}, as of '{self._cut}'")
@@ -280,7 +281,7 @@ class StepGuard:
         return tensor.grad is before() and tensor.grad is not None and tensor.grad._version == version
 
     def _holds_others(self, tensors: Iterable[Tensor]) -> bool:
-        """Returns whether some of these tensors are of no use to the run, and none but the run's has a gradient."""
+        """Returns whether no step of the run reads some of these tensors, and only the run's have new gradients."""
         found = False
         with torch._C.DisableTorchFunctionSubclass():  # a parameter of which there are shards would raise
             for tensor in tensors:

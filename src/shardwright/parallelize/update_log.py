@@ -69,7 +69,7 @@ def _options_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether a value has the same text on all ranks that use the same one; a tensor's would be read for it."""
+    """Returns whether equal values have equal text on all ranks; False for a tensor, whose text needs its values."""
     inside = [*value, *value.values()] if isinstance(value, dict) else value
     return isinstance(value, int | float | str | None) or (
         isinstance(value, tuple | list | dict) and all(map(_is_plain, inside))

@@ -47,7 +47,7 @@ def _holders(model: nn.Module, names: Collection[str]) -> dict[nn.Module, list[s
 
 
 class _ZeroGradients:
-    """Clears the gradients of a module's parameters and of others; a copy of the module clears its own alone."""
+    """A ``zero_grad`` that also clears the gradients of further tensors; a copy of the module clears its own alone."""
 
     def __init__(self, module: nn.Module, others: Sequence[nn.Parameter]) -> None:
         self._module, self._others = ref(module), others
@@ -66,7 +66,7 @@ class _ZeroGradients:
         return _ZeroGradients(copy.deepcopy(module, memo), ())
 
     def __reduce__(self) -> Any:
-        """Returns how a file of the module holds it: as what any module has."""
+        """Returns how a pickle of the module holds it: as the ``zero_grad`` of any module."""
         return partial, (nn.Module.zero_grad, self._module())
 
 

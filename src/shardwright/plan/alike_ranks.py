@@ -35,9 +35,9 @@ class FeatureParts(NamedTuple):
 class TrafficCuts(NamedTuple):
     """The sizes that a strategy's ``traffic`` reads beside those of the plan's parameters, buffers and inputs.
 
-    They are cuts of features, and the gathers and cuts of rows (samples or tokens) after which it counts them.
-    ``parted`` are axes along which ranks each send a balanced part of values between stages. ``apart`` are axes whose
-    indices may send messages of other sizes than all these tell.
+    ``features`` are cuts of features, and ``rows`` the gathers and cuts of rows (samples or tokens) after which
+    ``traffic`` counts rows. ``parted`` are axes along which ranks each send a balanced part of values between stages.
+    ``apart`` are axes whose indices may send messages of sizes that these fields do not tell.
     """
 
     features: tuple[FeatureParts, ...] = ()
@@ -53,10 +53,11 @@ Table = tuple[tuple[str, ...], Mapping[tuple[int, ...], Hashable]]
 class AlikeRanks:
     """Chooses, for each rank of a plan, one rank that stands for all that send the same in a step on a global batch.
 
-    ``cuts`` are those of all the plan's strategies: None for a strategy whose messages depend on more than sizes, such
-    as on which rank is the first; then no two ranks are alike. ``num_samples`` is the size of the global batch, and
-    ``num_tokens`` that of each sample, or 0 if the layout does not cut sequences. ``parted_elements`` returns the sizes
-    of the values that the rank at a coordinate sends between stages in parts; it is called only if there are any.
+    ``cuts`` has the :class:`TrafficCuts` of each of the plan's strategies: None for a strategy whose messages depend on
+    more than sizes, such as on which rank is the first; then no two ranks are alike. ``num_samples`` is the size of the
+    global batch, and ``num_tokens`` that of each sample, or 0 if the layout does not cut sequences. ``parted_elements``
+    returns the sizes of the values that the rank at a coordinate sends between stages in parts; it is called only if
+    there are any.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class AlikeRanks:
         self._first_copies: dict[tuple[int, ...], Coord] = {}
 
     def like(self, coord: Coord) -> Coord:
-        """Returns the coordinate of a rank that sends the same as the one at ``coord``, one for all of these ranks."""
+        """Returns the coordinate of the rank that stands for all ranks that send the same as the one at ``coord``."""
         apart, plan = self._apart | self._sliced, self._plan
         if apart.issuperset(plan.mesh.axes):
             return coord
@@ -111,13 +112,13 @@ class AlikeRanks:
 
     @cached_property
     def _alike_in_sums(self) -> Mapping[str, tuple[int, ...]]:
-        """For each axis, the first index that sums as much as each index of gradients that ranks store in parts."""
+        """By axis, for each index the first index that sums equally much of the gradients that ranks store in parts."""
         mesh = self._plan.mesh
         return {axis: _first_alike(axis, mesh[axis], self._sum_tables) for axis in mesh.axes}
 
     @cached_property
     def _sum_tables(self) -> tuple[Table, ...]:
-        """What each rank sums of gradients that ranks store in parts, of each kind of param group that has such."""
+        """Tables of what each rank sums of gradients that ranks store in parts, for each kind of such param groups."""
         plan, tables = self._plan, dict[Hashable, Table]()
         stages = [axis for axis in plan.mesh.axes if axis in mesh_axes("stages")]
         for group in plan.param_groups:
@@ -135,7 +136,7 @@ class AlikeRanks:
         return tuple(tables.values())
 
     def _sums_of(self, group: ParamGroup, summed: Sequence[str]) -> Table:
-        """Returns the table of what each rank of a stage sums of a param group; of all its stages along ``summed``."""
+        """Returns the table of what each rank sums of a param group, on one stage or, along ``summed``, on all."""
         plan = self._plan
         layouts = [plan.state[name].gradient for name in group.parameters]
         held = {axis: sorted({i for each in layouts for i in each.held_along(axis)}) for axis in mesh_axes("stages")}
@@ -204,7 +205,7 @@ class AlikeRanks:
         return tuple(tables)
 
     def _row_tables(self, coord: Coord) -> Iterable[Table]:
-        """Yields tables of how many rows each rank of a copy of the model has of each microbatch, after all moves."""
+        """Yields tables of the rows that each rank of a model copy has of each microbatch, after gathers and cuts."""
         plan, shard = self._plan, self._plan.batch_shard(coord)
         shard.set_num_tokens(self._num_tokens)
         ranks = [{**coord, **at} for at in plan.mesh.coords(self._inside)]

@@ -64,7 +64,7 @@ def local_range(mesh: Mesh, axes: Collection[str], coord: Coord, size: int) -> r
 
 
 def held_sizes(mesh: Mesh, axes: Collection[str], size: int) -> set[int]:
-    """Returns the lengths of what :func:`local_range` gives on any rank; ranks are not looked at one by one.
+    """Returns all lengths that :func:`local_range` gives on some rank, computed without a loop over ranks.
 
     >>> sorted(held_sizes(Mesh(dp=2, tp=3), {"dp", "tp"}, 10)), sorted(held_sizes(Mesh(dp=1000), {"dp"}, 9999))
     ([1, 2], [9, 10])
@@ -335,7 +335,7 @@ class BatchShard:
         return (*held, *(DimSlice(dim, self.num_tokens, ((0, shape[dim]),)) for dim in others))
 
     def _held(self, moves: RowMoves, at: Coord, *, tokens: bool) -> tuple[int, ...]:
-        """Returns the indices of samples or tokens at a coord after ``moves``, computed once."""
+        """Returns the indices of the samples or tokens of the rank at a coord after ``moves``, from a cache."""
         found = self._found_tokens if tokens else self._found_samples
         key = (moves, tuple(at.get(axis, 0) for axis in self.mesh.axes))
         if key not in found:

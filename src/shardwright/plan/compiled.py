@@ -57,7 +57,7 @@ def compiled_blocks(model: nn.Module, plan: Plan) -> tuple[str, ...]:
 
 
 def _conflicts(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """Yields each part of the layout that cannot be compiled: its name, what is allowed instead, a layout with that."""
+    """Yields each part of the layout that cannot be compiled: its name, what is allowed, a layout with that or ""."""
     layout = plan.layout
     if layout.recompute == "selective":
         allowed = (

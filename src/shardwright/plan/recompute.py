@@ -62,9 +62,9 @@ def recomputed_blocks(model: nn.Module, layout: Layout) -> tuple[str, ...]:
 
 
 def _that_run(model: nn.Module, paths: Sequence[str], layout: Layout) -> tuple[str, ...]:
-    """Returns the modules at ``paths``, each once, with those in a module without a forward in place of that one.
+    """Returns the modules at ``paths``, each once; one without a forward is replaced by the modules in it.
 
-    Raises: LayoutError: there is none.
+    Raises: LayoutError: no module at ``paths`` or in it has a forward.
     """
     waiting, found, seen = [*paths], list[str](), set[int]()
     while waiting:

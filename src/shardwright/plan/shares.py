@@ -154,7 +154,7 @@ def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
 
 
 def _largest_called(stages: Stages | EventStages, chunks: Collection[int]) -> list[str]:
-    """Returns a phrase on the module with the most parameters of those that some pipeline chunks call, if any."""
+    """Returns a list with a phrase on the largest of the modules that the pipeline ``chunks`` call; [] for none."""
     sizes = {name: p.nbytes for name, p in stages.model.named_parameters()}
     called = dict.fromkeys(module for chunk in chunks for module in stages.chunked.calls_of(chunk))
     held = {module: sum(sizes.get(name, 0) for name in stages.chunked.names.get(module, ())) for module in called}
@@ -186,7 +186,7 @@ def _flops(
 
 
 def _axes_of(plan: Plan, name: str) -> set[str]:
-    """Returns the axes that cut a parameter in computation, or it, its gradient or its optimizer state at rest."""
+    """Returns the axes that cut a parameter in computation, or the stored parameter, gradient or optimizer state."""
     state = plan.state[name]
     layouts = (plan.compute[name], state.parameter, state.gradient, state.optimizer)
     return {axis for layout in layouts for axis in layout.axes}

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def different(entries: Iterable[T]) -> list[T]:
-    """Returns the objects, each once; objects that are equal and not the same are both kept."""
+    """Returns each object once; equal objects are all kept if they are not one and the same object."""
     return list({id(each): each for each in entries}.values())
 
 

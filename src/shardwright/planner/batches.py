@@ -23,7 +23,7 @@ class BatchPlans:
 
     @property
     def best(self) -> int:
-        """The number of samples of the batch to take."""
+        """The number of samples of the batch that trains the most tokens a second of those that fit."""
         fit = [row for row in self.rows() if row["fits"]]
         return max(fit, key=lambda row: (row["tokens_per_s"], -row["batch"]))["batch"] if fit else min(self.plans)
 

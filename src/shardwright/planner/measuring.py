@@ -308,7 +308,10 @@ def _measure_messages(world: World, layout: Layout, watch: Stopwatch, found: Mea
 
 
 def _message(axis: Axis, kind: str, size: int) -> Callable[[], object]:
-    """Returns a function that sends a payload of ``size`` bytes: a send goes to the next member and back."""
+    """Returns a function that runs a collective on ``size`` bytes, or sends them to the rank's neighbour and back.
+
+    For a send ranks go in pairs; of an odd number the last does nothing.
+    """
     x = torch.zeros(size // 4, device=axis.device)
     part = x[: len(x) // axis.size]
     if kind == "all_reduce":

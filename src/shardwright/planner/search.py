@@ -1,11 +1,12 @@
 """Searches the layouts of a model on a cluster: estimates every candidate, and prices the best of them.
 
 No axis and no option is named here: axes, sizes and options come from what strategies declare, so the options of a new
-strategy are searched without a change here. Every division of the ranks over axes is estimated by closed formulas, with
-the options of model copies and of pipeline stages. The best estimates are rehearsed and priced, and layouts that differ
-from the best one by one option, until none that is left may be better, were its estimate too long by as much as those
-that were compared, or :attr:`SearchConstraints.most` are priced. If none fits the memory, a few that are estimated to
-take less are priced too.
+strategy are searched without a change here. Closed formulas estimate every division of the ranks over axes, with the
+options of model copies and of pipeline stages. Layouts are then priced, the best estimate first: their step is recorded
+on the meta device, and its schedule simulated. Layouts that differ from the best one by one option are estimated and
+priced too. The search ends when no layout left can be faster than the best, even if its estimate is as much too long as
+estimates have been found to be, or when :attr:`SearchConstraints.most` are priced. If none fits the memory, a few that
+are estimated to take less are priced too.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def chart_section(chart: Chart) -> str:
 
 
 def _legend(coloured: Sequence[tuple[int, Curve]]) -> str:
-    """Returns the names of the curves, as buttons that hide and show them; "" for one curve."""
+    """Returns the HTML of buttons, named by the curves, that hide and show them; "" for one curve."""
     if len(coloured) < 2:
         return ""
     buttons = "".join(

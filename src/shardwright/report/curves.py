@@ -161,7 +161,7 @@ def memory_curves(rows: Rows) -> list[Curve]:
 
 
 def highest_peaks(rows: Rows) -> list[tuple[int, float]]:
-    """Returns (step, highest peak bytes of any rank so far) of the rows that have them."""
+    """Returns (step, highest peak bytes of any rank so far) of the rows that have peaks."""
     return [(row["step"], float(max(row["memory_bytes"]))) for row in rows if row.get("memory_bytes")]
 
 
@@ -228,7 +228,7 @@ def throughput_unit(rows: Rows) -> str:
 
 
 def throughput_of(rows: Rows) -> tuple[str, list[float]]:
-    """Returns what throughput counts, and how many of these each step took a second."""
+    """Returns what throughput counts ("tokens" or "samples"), and each step's throughput per second."""
     unit = throughput_unit(rows)
     return unit, [value for _, value in points_of(rows, f"{unit}_per_s")]
 

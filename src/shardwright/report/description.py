@@ -247,7 +247,7 @@ def _stage_index(coord: Coord) -> tuple[int, ...]:
 
 
 def _names_by_stage(plan: Plan) -> Mapping[tuple[int, ...], Sequence[str]]:
-    """Returns, by index of each pipeline stage, the parameters of which its ranks store or compute with any part."""
+    """Returns, by pipeline stage, the parameters of which the stage's ranks store any part, or compute with one."""
     axes = [axis for axis in plan.mesh.axes if axis in mesh_axes("stages")]
     found: dict[tuple[int, ...], list[str]] = {tuple(at.values()): [] for at in plan.mesh.coords(axes)}
     for name, layout in plan.compute.items():
@@ -266,8 +266,8 @@ def _is_large(plan: Plan) -> bool:
 def _coords(plan: Plan, cut_axes: Collection[str], num_samples: int) -> Iterator[tuple[Coord, int]]:
     """Yields the coordinates to describe, in rank order, each with the number of ranks that it stands for.
 
-    Replicas differ only in how many samples they have, so on a large data-parallel axis it is enough to describe one
-    index of each share size. ``counts`` are the sample counts that the axes so far can leave on a rank.
+    Replicas differ only in how many samples they have. So on a large data-parallel axis only the first indices, the
+    last, and one for each number of samples that a rank can have are described.
     """
     sizes, row_axes = dict(plan.mesh.sizes), plan.row_axes
     starts: dict[str, list[int]] = {}

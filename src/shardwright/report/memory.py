@@ -176,7 +176,7 @@ def memory_figure(title: str, predicted: Accounts, measured: Accounts | None = N
 
 
 def _apart(places: Sequence[int], labels: Sequence[str], inches: float) -> list[int]:
-    """Returns the places whose labels do not touch one that is kept behind them; a place is ``inches`` wide.
+    """Returns the places to label, chosen from the last on so that no labels touch; a place is ``inches`` wide.
 
     >>> _apart([0, 1, 20], ["begin", "0F0", "0F1"], inches=0.05)
     [1, 20]

@@ -42,7 +42,7 @@ def write_html(
 
 
 def _script(parts: Sequence[str]) -> str:
-    """Returns the elements that the scripts write into, and the scripts as one, which leaves no global names."""
+    """Returns the HTML elements that the scripts write into, and the scripts as one that leaves no global names."""
     scripts = "".join(read_asset(f"{name}.js") for name in ("shared", *parts))
     return (
         '<div id="tip"></div>\n<div id="live" aria-live="polite"></div>\n'

@@ -56,7 +56,7 @@ def _summary(plans: Plans) -> str:
 
 
 def _picture(plans: Plans) -> str:
-    """Returns bars of the seconds of each layout's step, by part, and of its memory."""
+    """Returns HTML bars of the seconds of each layout's step, by part (products, messages, ...), and of its memory."""
     shown = plans.layouts[:MOST_BARS]
     parts = [name_of_part(name) for name in parts_of_step(*(each.waterfall for each in shown))]
     steps, memory = [], []

@@ -60,7 +60,7 @@ MOST_OPEN = 2
 
 
 def _problems(run: TrainingRun) -> str:
-    """Returns a section on what of the run could not be read, or is not there; "" if all is."""
+    """Returns a section on files or lines of the run that could not be read or are missing; "" if there are none."""
     found = []
     if not run.rows:
         found.append("This run has taken no step, so there are no curves yet.")
@@ -126,7 +126,7 @@ def _arrow(losses: Sequence[float]) -> str:
 
 
 def _parts(run: TrainingRun) -> Iterator[str]:
-    """Yields a table of the parts of a run that was resumed."""
+    """Yields a table of the parts of a resumed run, a row for each of its starts."""
     if len(run.shown) < 2:
         return
     body = []
@@ -259,7 +259,7 @@ def _named(part: TrainingPart) -> str:
 
 
 def _layouts(run: TrainingRun) -> Iterator[str]:
-    """Yields the sections of the layouts of a run: one for the parts that have the same."""
+    """Yields the HTML sections on layouts; parts of a run with the same layout share one."""
     alike: dict[object, list[TrainingPart]] = {}
     for number_of_part, part in enumerate(run.shown):  # parts of one layout share the description
         alike.setdefault(number_of_part if part.description is None else id(part.description), []).append(part)

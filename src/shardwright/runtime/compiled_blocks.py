@@ -243,7 +243,7 @@ class CompiledBlock:
         return restore
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Returns the result of the compiled code, or of the block's own in the cases of the module's header."""
+        """Returns the result of the compiled code or, in the cases of the module's docstring, of the block's own."""
         decided, self._runs_compiled = self._runs_compiled, []
         if not decided:
             decided.append(self._may_run_compiled(args, named))

@@ -400,7 +400,7 @@ class Executor:
             self._end_backward(number, chunk)
 
     def _expect_used(self, starts: Sequence[Tensor]) -> None:
-        """In groups whose use depends on the samples, expects gradients only for parameters that the forward has used.
+        """Expects gradients, in groups whose use depends on the samples, only for parameters that the forward has used.
 
         Else a rank that used all would begin the group's reduction earlier among its other collectives.
         """

@@ -87,7 +87,7 @@ class _ModuleDraws:
         self._keep(name, None)
 
     def _keep(self, name: str, numbers: Callable[[torch.device], KeyedNumbers] | None) -> None:
-        """Keeps a draw for the backward, if the module's code has called ``torch.utils.checkpoint`` around it."""
+        """Keeps a draw of random numbers for the backward if code under ``torch.utils.checkpoint`` makes it."""
         if self.around != (saved_by(), torch.is_grad_enabled()):
             code = checkpoint_call(_KeyedForward.__call__.__code__)
             if code is not None:
@@ -340,7 +340,7 @@ class KeyedDraws(TorchFunctionMode):
         return handle_torch_function(drawn, (x,), *args, **named)
 
     def _attend(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """Runs torch's attention with a keyed dropout; a mode below, which may not run it, sees it as one function."""
+        """Runs torch's attention with a keyed dropout; a torch function mode below this one sees it as one function."""
         mine, first = self.running[-1], self.running[-1].number
 
         @wraps(func)
@@ -441,7 +441,7 @@ _MULTIHEAD = signature(functional.multi_head_attention_forward)
 
 
 _Place = tuple[Rows | None, Tokens | None, tuple[DimSlice, ...]]
-"""What a module has of a layer's input: samples, tokens and slices of other dims, as for :func:`key_draws`."""
+"""What this rank has of a module's input: samples, tokens and slices of other dims, as for :func:`key_draws`."""
 
 
 def _around(
@@ -490,7 +490,7 @@ def _seeded(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], x: Any, 
 
 
 def _drawn_in(code: CheckpointCall) -> list[ForwardDraw]:
-    """Returns the draws of a checkpoint's forward so far, to be added to; its backward will repeat them."""
+    """Returns the list of a checkpoint's draws, to be added to; the first call makes its backward repeat them."""
     if not hasattr(code.function, _DRAWN):
         drawn: list[ForwardDraw] = []
         again = code.function

@@ -139,7 +139,7 @@ class KeyedNumbers:
 
 @dataclass
 class RowNumbers(KeyedNumbers):
-    """The same for a tensor whose rows code has selected: a number depends on the key, the row and the index in it.
+    """A random number generator for a tensor of selected rows: a number depends on key, row and index in the row.
 
     ``rows`` has the number of each row: its shape is the tensor's, but for a last dim of 1. ``draws_before`` says of
     each, flattened, how many draws for a row of this number come before it.

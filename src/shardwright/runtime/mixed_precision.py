@@ -158,8 +158,8 @@ class MasterWeights:
 class CopiedParameter(nn.Parameter):
     """A parameter of a run's model after a step, while its gradient is that of its master weight.
 
-    Between a step and the next, reading its ``grad``, which is None, raises a PlanError if the master weight has one.
-    All else is as of any parameter. A copy is a plain parameter, and so is what a file of it holds.
+    Between a step and the next, reading its ``grad``, which is None, raises a PlanError if the master weight has a
+    gradient. All else is as of any parameter. A copy is a plain parameter, and so is what a file of it holds.
     """
 
     owner: Callable[[], MasterWeights | None] = staticmethod(lambda: None)
@@ -211,7 +211,7 @@ _GRAD = vars(torch._C.TensorBase)["grad"].__get__
 
 
 def _versions_of(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:
-    """Returns numbers that change when code writes to a parameter or sets its data, but not when it writes to that."""
+    """Returns numbers that change when code writes to a parameter or sets its ``data``, not if it writes into that."""
     with torch._C.DisableTorchFunctionSubclass():  # of parameters that are marked, it would take ten times as long
         return [(0 if p.is_inference() else p._version, p.data_ptr()) for p in parameters.values()]
 

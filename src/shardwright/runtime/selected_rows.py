@@ -41,10 +41,10 @@ _PER_ROW = frozenset((
     "softsign", "logsigmoid", "hardtanh", "hardswish", "hardsigmoid", "threshold", "to", "type", "float", "double",
     "half", "bfloat16", "clone", "contiguous", "detach", "requires_grad",
 ))  # fmt: skip
-"""Functions of which a row of the result is computed from the same row of the tensors that have rows."""
+"""Functions that compute a row of the result from the same row of their arguments with row numbers."""
 
 _ALONG = {"glu": 1, "softmax": 1, "log_softmax": 1, "normalize": 2}
-"""Functions of which this is so along the last dim; each with the place of the argument ``dim``."""
+"""Functions that compute a row from the same row if they work along the last dim; with the place of ``dim``."""
 
 _PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "addmm": 1}
 """Matrix products, with the place of the argument of which they keep the rows."""
@@ -117,7 +117,7 @@ def _flat(given: Sequence[Any]) -> Iterator[Any]:
 
 
 def _source(name: str, given: Sequence[Any]) -> Any:
-    """Returns the argument of which the result of a function has the rows; None if there is none."""
+    """Returns the argument whose rows the result of a function has; None if there is none."""
     if name in _SELECT or name in _MOVE:
         return given[0]
     if name not in _PER_ROW and name not in _ALONG:
@@ -143,7 +143,7 @@ def _are_alike(rows: Tensor, others: Tensor) -> bool:
 def _move(
     func: Any, name: str, rows: Tensor, args: tuple[Any, ...], named: Mapping[str, Any], made: Sequence[Tensor]
 ) -> None:
-    """Gives the results of a function that moves the elements of its first argument the numbers of their rows."""
+    """Gives row numbers to the results of a function that only moves the elements of its first argument."""
     if not args:
         return
     x, moved = args[0], list[Tensor]()
@@ -166,7 +166,7 @@ def _move(
 
 
 def _is_along_last(name: str, args: tuple[Any, ...], named: Mapping[str, Any], num_dims: int) -> bool:
-    """Returns whether a function that works along a dim, if it is one, does so along the last."""
+    """Returns False for a function that works along another dim than the last, and True for any other function."""
     if name not in _ALONG:
         return True
     place = _ALONG[name]
@@ -198,7 +198,7 @@ def _of_rows(index: Any, num_dims: int) -> tuple[Any, bool]:
 
 
 class RowsForward:
-    """A module's forward in which rows are followed that its code selects; a copy of the module has a copy of it."""
+    """A module's forward that follows the rows which its code selects; a copy of the module has a copy of it."""
 
     def __init__(self, samples: Callable[[], Sequence[int]], inner: Forward) -> None:
         self.samples, self.inner = samples, inner

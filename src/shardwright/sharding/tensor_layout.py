@@ -141,7 +141,7 @@ class TensorLayout:
     def of_shape(self, shape: Sequence[int]) -> TensorLayout:
         """Returns the layout of a tensor of ``shape`` that the same ranks store whole; this one if ranks store parts.
 
-        A forward may put a buffer of another shape in the place of one, such as a longer table of positions.
+        A forward may replace a buffer by one of another shape, such as a longer table of positions.
 
         >>> TensorLayout.whole((1, 3)).only("pp", [1]).of_shape((5, 3)).local_shape({"pp": 1})
         (5, 3)
@@ -224,7 +224,7 @@ class TensorLayout:
         return prod(self.local_shape(coord))
 
     def held_along(self, axis: str) -> tuple[int, ...]:
-        """Returns the indices of an axis on which alone the tensor is held, as :meth:`only` says; () if all hold it.
+        """Returns the only indices of an axis that hold the tensor, as :meth:`only` set them; () if all indices do.
 
         >>> TensorLayout.whole((2, 3)).only("pp", [0, 3]).held_along("pp")
         (0, 3)
@@ -395,7 +395,7 @@ def _grid(dims: Sequence[tuple[Range, ...]]) -> tuple[Piece, ...]:
 
 @lru_cache(maxsize=64)
 def _flattened(dims: tuple[tuple[Range, ...], ...]) -> tuple[Piece, ...]:
-    """Returns the pieces of a flat local tensor with the same elements in the same order as the n-D one."""
+    """Returns the pieces of the flattened local tensor, one for each run of adjacent elements."""
     shape, flat = _grid_shape(dims), []
     for piece in _grid(dims):  # each run of a local row becomes a piece, so that a slice can cut anywhere
         to_whole = tuple(a - o for a, o in zip(piece.whole.start, piece.local_offset, strict=True))

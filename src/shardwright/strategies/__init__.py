@@ -47,7 +47,10 @@ def _register_all() -> None:
 
 
 def _add(strategy: Strategy) -> None:
-    """Registers a strategy. Raises LayoutError if its name or its place is taken, or its axis is not defined."""
+    """Registers a strategy.
+
+    Raises LayoutError if its name is taken, its axis is not defined, or its axis has another default in the same phase.
+    """
     if strategy.name in _REGISTERED:
         what, allowed = f"two strategies are called '{strategy.name}'", f"a name beside {', '.join(_REGISTERED)}"
         raise LayoutError(what, given=strategy.name, allowed=allowed, fix="rename one")

@@ -36,7 +36,10 @@ from shardwright.strategy import check_samples_apart
 
 
 def _written(entry: Mapping[str, Any]) -> Sequence[str]:
-    """Returns the options of a layout's dictionary form: ``{"size": 4, "zero": 3}``; zero 0 is plain data parallel."""
+    """Returns the option texts of a layout in dictionary form: ``zero3`` for ``{"size": 4, "zero": 3}``.
+
+    Zero 0 is plain data parallel, without an option.
+    """
     return [f"zero{entry['zero']}" if entry.get("zero") else "", entry.get("options", "")]
 
 
@@ -134,7 +137,7 @@ class DataParallel:
         )
 
     def traffic_cuts(self, plan: Plan) -> TrafficCuts:
-        """Returns no cuts: the messages depend on the sizes of parameters and inputs alone."""
+        """Returns no cuts: the sizes of messages follow from those of parameters and inputs, which the plan has."""
         return TrafficCuts()
 
 

@@ -172,7 +172,7 @@ class Accelerator:
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Returns a context of one of ``gradient_accumulation_steps`` batches; the last one's step updates."""
+        """Returns a context for one batch; only every ``gradient_accumulation_steps``-th one updates parameters."""
         self._num_batches += 1
         self.sync_gradients = self._num_batches % self.gradient_accumulation_steps == 0
         yield
@@ -334,7 +334,7 @@ class StepModel(nn.Module):
         return self.plain.config
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Takes a step on the labels among ``named``, or returns what the loss is called on, or the prediction."""
+        """Takes a step if ``named`` has labels, else returns a :class:`DeferredOutput`; in eval mode it predicts."""
         run, labels = self._held[2], named.get("labels")
         if not self.training:
             inputs = {key: value for key, value in named.items() if key != "labels"}
@@ -490,7 +490,7 @@ def _first_batch(loader: DataLoader[Any]) -> Any:
 
 
 def _inputs_of(batch: Any) -> Any:
-    """Returns what the model is called on in a batch: a mapping as it is, or all but the last of a pair."""
+    """Returns the model's inputs in a batch: the whole of a mapping, or all but the last entry of a pair."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0]
     return batch if isinstance(batch, Mapping) else None

@@ -325,7 +325,7 @@ def global_batch(dataset: Dataset, indices: Sequence[int] | Indices) -> tuple[An
 
 
 def collates(dataset: Dataset) -> TypeGuard[MapDataset]:
-    """Returns whether a dataset makes its batches by a ``collate`` of its own, which is given all samples of one.
+    """Returns whether a dataset makes batches by a ``collate`` of its own, which is given all samples of a batch.
 
     Padding to the longest sample, for instance, then does not depend on how ranks share a batch.
     """

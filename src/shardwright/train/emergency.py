@@ -24,7 +24,7 @@ _LARGE = 2**16
 """The elements from which a buffer is copied only where its version says that it was written, as masks are not."""
 
 _MOST_S = 5.0
-"""The most seconds to wait for the parts of others where a rank is gone, so that its launcher has begun to end all."""
+"""The most seconds to wait for other ranks' parts where a rank is gone, since its launcher then soon ends all ranks."""
 
 
 class EmergencyCheckpoint:
@@ -80,7 +80,7 @@ class EmergencyCheckpoint:
         """Saves the last complete step when ``failure``, an exception, ends this rank's part of the run.
 
         Every rank that still runs calls it, and these ranks save what they hold between them: the others, such as one
-        that was killed, are not needed if nothing is theirs alone. One rank says on standard error what was saved, or
+        that was killed, are not needed if they held nothing alone. One rank says on standard error what was saved, or
         why nothing was. Nothing is saved, or said, if no step is complete or if the step has a checkpoint already.
         After a RankDifferenceError or CheckpointError the state, or a save, is wrong, and after an OtherRunError the
         folder is another run's: nothing is saved then either. If the folder was removed, it is made again with its
@@ -115,7 +115,7 @@ class EmergencyCheckpoint:
         return SurvivorState(step=self._step, why_not=why_not, forbids=forbids)
 
     def _settle(self) -> None:
-        """Sets back what a step changes before it updates parameters, and writes ``run.json`` if it is gone."""
+        """Sets the fp16 loss scale back to that of the last complete step, and writes ``run.json`` if it is gone."""
         if self._scale is not None:
             vars(self.run.loss_scale).update(vars(self._scale))
 
@@ -135,7 +135,7 @@ class EmergencyCheckpoint:
         return found.st_dev, found.st_ino
 
     def _copied(self, name: str, buffer: Tensor) -> tuple[Tensor, int, Tensor]:
-        """Returns a buffer with its version and a copy; a large one's copy of before, if nothing has written to it."""
+        """Returns a buffer, its version and a copy: the earlier copy for a large buffer that was not written since."""
         before = self._buffers.get(name)
         # torch's own BatchNorm writes its statistics, which are small, without counting it
         is_large = buffer.numel() >= _LARGE

@@ -54,9 +54,9 @@ def check_takes(
     """Raises PlanError if a forward of a user's own model, or its loss, fails on the first sample of the data.
 
     The forward runs on the meta device. A model of up to 256 MiB is also built from ``config`` and tried with values,
-    because only then a token is seen that is not in the vocabulary, for one. So is, if ``builds_large``, a larger model
-    that fails on the meta device, since some code reads values. A batch of the run of which a rank gets no sample is
-    refused for a model that cannot compute on none, if ``builds_large``.
+    which show, for example, a token outside of the vocabulary. With ``builds_large``, so is a larger model that fails
+    on the meta device, since some code reads values, and a batch that leaves a rank without samples is refused for a
+    model that cannot compute on no samples.
     """
     batch, num = global_batch(data, range(1)), num_shares(Layout.parse(config.layout))
     order = SampleOrder(len(data), config.batch, config.seed)
@@ -115,7 +115,7 @@ def failure_on_meta(
 
 
 def _failure_on_none(model: nn.Module, loss: nn.Module, batch: tuple[Any, Any]) -> Exception | None:
-    """Returns the exception of a forward on no samples, by layers that take none, as a run's do; None if none."""
+    """Returns the exception of a forward on no samples, with layers made to accept that, as in a run; or None."""
     own = structural_copy(model)
     support_empty_batches(own)
     return failure_on_meta(own, loss, rows(batch, 0, 0))
@@ -132,7 +132,7 @@ def _failure(model: nn.Module, loss: nn.Module, batch: tuple[Any, Any]) -> Excep
 
 
 def _fix(model: nn.Module, inputs: Any) -> str:
-    """Returns how samples become those that a model takes."""
+    """Returns, for an error, what to do so that the samples become inputs that the model takes."""
     names = list(inspect.signature(model.forward).parameters)
     if isinstance(inputs, dict) and (strange := unknown_names(model, inputs)):
         return f"rename {strange[0]!r} in the samples to an argument of the forward: {', '.join(names)}; or give pairs"

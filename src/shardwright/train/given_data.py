@@ -104,7 +104,7 @@ class MapDataset:
         return {name: value for name, value in found.items() if name != targets}, found[targets]
 
     def _read(self, index: int) -> tuple[Any, Any] | dict[str, Any]:
-        """Returns a sample, or a batch of it alone, as a pair or as a dict of its named parts."""
+        """Returns a sample as a pair or a dict of named parts; with ``collate``, a batch of that sample alone."""
         found = self._found(index)
         return self._parts(found if self.collate is None else self._joined([found]))
 

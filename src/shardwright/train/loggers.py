@@ -26,7 +26,7 @@ class StepLog(NamedTuple):
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """Returns the numbers in a row of metrics that loggers draw; memory is that of the fullest rank.
+    """Returns the numbers in a row of metrics that loggers draw, such as the memory of the rank that holds most.
 
     >>> scalars({"step": 3, "loss": 0.5, "grad_norm": None, "memory_bytes": [5, 7]})
     {'loss': 0.5, 'memory_bytes': 7}

@@ -261,7 +261,10 @@ class _Training:
         self.emergency = EmergencyCheckpoint(self.run, self.optimizer, out, keep=config.keep, most_s=config.grace_s)
 
     def _begin_files(self, *, resume: bool) -> str:
-        """Writes ``run.json`` and cuts the metrics of steps to come; returns the error of a new run that cannot."""
+        """Writes ``run.json`` and cuts metrics of steps to come; returns a new run's error text, or "".
+
+        A resumed run that cannot write prints a warning instead.
+        """
         self.data_noted = fingerprint(self.config.data)
         self.parts = parts_before(self.out, self.first_step) if resume else []
         try:
@@ -411,7 +414,7 @@ class _Training:
         return row
 
     def _evaluate(self) -> dict[str, float]:
-        """Returns the loss on the held-out data, those of the averages if there are some; none if the run is stopped.
+        """Returns the loss on the held-out data, of the averages (EMA) if the run keeps some; {} if the run is stopped.
 
         Batches are as equal as they can be: one of few samples would leave ranks and microbatches without any.
         """
@@ -437,7 +440,7 @@ class _Training:
         return {} if is_stopped else {"eval_loss": loss}
 
     def _part(self, data: Dataset, indices: Sequence[int] | Indices) -> Microbatch:
-        """Returns this rank's part of the global batch of these samples; others are read only where data collate."""
+        """Returns this rank's part of the global batch of these samples; all are read only if the dataset collates."""
         if collates(data):
             return next(iter(self.run.shard([global_batch(data, indices)])))
         share = self.run.share(len(indices))

@@ -168,7 +168,7 @@ def memory_of_ranks(everyone: Axis) -> RankMemory:
 
 
 def _of_ranks(mine: list[int], everyone: Axis) -> list[list[int]]:
-    """Returns each of this rank's numbers as a list of the same number on every rank."""
+    """Returns, for each place in ``mine``, the numbers that all ranks have there; all ranks call it."""
     numbers = torch.tensor([mine], dtype=torch.int64, device=everyone.device)
     found: list[list[int]] = everyone.for_strategy("progress").all_gather(numbers).T.tolist()
     return found
@@ -176,7 +176,7 @@ def _of_ranks(mine: list[int], everyone: Axis) -> list[list[int]]:
 
 @lru_cache(maxsize=1)
 def _process(number: int) -> psutil.Process:
-    """Returns psutil's handle of this process, whose making takes longer than its use; ``number`` changes by a fork."""
+    """Returns psutil's handle of process ``number``, cached because making one takes longer than using it."""
     return psutil.Process(number)
 
 

@@ -58,7 +58,7 @@ def locked_folder(world: World, out: Path, *, new: bool = False) -> Iterator[IO[
 
 
 def _locked_file(out: Path, *, new: bool) -> IO[str]:
-    """Returns the lock file of a run's folder, opened and locked. Raises PlanError: it cannot be."""
+    """Returns the lock file of a run's folder, opened and locked; raises PlanError if that is not possible."""
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         try:

@@ -117,7 +117,7 @@ def _is_right(output: Any, targets: Any, *, shifted: bool) -> Tensor | None:
 
 
 def _is_shifted(run: Run, data: Dataset) -> bool:
-    """Returns whether the model itself takes the next token as the target of each."""
+    """Returns whether the model itself shifts its labels, so that each token's target is the next token."""
     return isinstance(run.loss, ModelLoss) and bool(run.loss.shifted) and num_tokens(data) > 0
 
 

@@ -36,7 +36,7 @@ def say(text: str) -> None:
 class StatusLog:
     """Prints a line every few seconds on how much of a long piece of work is done; none of work that is soon done.
 
-    ``what`` is what is done, "" to print nothing, and ``total`` and ``unit`` say of how many there are.
+    ``what`` names the work, "" to print nothing, and ``total`` and ``unit`` say how many of what there are to do.
     """
 
     def __init__(self, what: str, total: int, unit: str) -> None:
@@ -44,7 +44,7 @@ class StatusLog:
         self._start_s = self._last_line_s = time.monotonic()
 
     def show(self, done: int) -> None:
-        """Prints a line if the last one, or the start, is some seconds ago and not all is done."""
+        """Prints a line if the last line, or the start, is some seconds ago and ``done`` is less than the total."""
         now = time.monotonic()
         if self._what and done < self._total and now - self._last_line_s > _LINE_EVERY_S:
             self._last_line_s = now

@@ -51,7 +51,7 @@ def settled_by_price(config: TrainConfig) -> TrainConfig:
 
 
 def note_figures(out: Path, **figures: Any) -> None:
-    """Adds entries, such as ``predicted`` or ``measured``, to the last part of the run in ``out``.
+    """Adds entries, such as ``predicted`` or ``measured``, to ``run.json`` in ``out``, for the run's last start.
 
     The caller holds the lock of the folder. Raises: OSError: ``run.json`` cannot be read or written. ValueError: it is
     damaged.
@@ -88,10 +88,10 @@ def predicted_step(config: TrainConfig, ranks: Ranks, cluster: str | None = None
 
 
 def note_predicted(config: TrainConfig, out: Path, ranks: Ranks, last_step: int) -> None:
-    """Writes into ``run.json`` what a step of the part that has ended, after ``last_step``, was predicted to take.
+    """Writes into ``run.json`` what a step of the run's last start, up to ``last_step``, was predicted to take.
 
-    Under ``torchrun`` the process of rank 0 does it. A part that was too short to be measured is not predicted. A model
-    that cannot be predicted is worth a line and no error.
+    Under ``torchrun`` the process of rank 0 does it. Nothing is predicted after too few steps to be measured. A model
+    that cannot be predicted gives a warning and no error.
     """
     if os.environ.get("RANK", "0") != "0":
         return

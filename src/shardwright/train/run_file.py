@@ -48,9 +48,10 @@ class RunPart(NamedTuple):
 def write_run(out: Path, part: RunPart, data: Any, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
     """Writes the file ``run.json`` of a run into its folder ``out``, in place of an earlier one.
 
-    It holds the options, the seconds of layers, the number of ranks and the command line of this ``part``, its
-    time, the versions and the machine that are used, the fingerprints of the data files (``data``), and the id of the
-    ``torchrun`` job if there is one. ``parts`` in the file lists the same of the ``earlier`` parts, and of this one.
+    It holds the options, the seconds of layers, the number of ranks and the command line of this ``part``, its time,
+    the versions and the machine that are used, the fingerprints of the data files (``data``), and the id of the
+    ``torchrun`` job if there is one. ``parts`` in the file lists these entries for the ``earlier`` parts and for this
+    one.
     """
     versions = {
         "shardwright": shardwright.__version__, "python": platform.python_version(), "torch": torch.__version__,
@@ -98,7 +99,8 @@ def parts_of(out: Path) -> list[dict[str, Any]]:
 def parts_before(out: Path, first_step: int) -> list[dict[str, Any]]:
     """Returns the parts of the run in ``out`` that began before a step, from which it now goes on; none without a run.
 
-    A run resumed from a checkpoint takes the steps after it again, so that later parts are no part of it any more.
+    A part has the steps of one start. A run resumed from a checkpoint takes the steps after it again, so that later
+    parts no longer belong to the run.
     """
     try:
         return [part for part in parts_of(out) if part["first_step"] < first_step]
@@ -121,7 +123,7 @@ _OF_A_PART = (
 
 
 def _is_part(part: Any) -> bool:
-    """Returns whether an entry of ``parts`` has what each part has, so that a report can be made of it."""
+    """Returns whether an entry of ``parts`` has all entries of a part, so that a report can be made of it."""
     try:
         read_options(part["options"], given_in=RUN_FILE)
         return type(part["first_step"]) is int and 0 <= part["first_step"] < 2**63

@@ -31,19 +31,20 @@ from shardwright.runtime.executor import Microbatch
 from shardwright.strategies import choose
 
 WARM_UP = 2
-"""The number of steps of a part of a run that are taken before any is measured."""
+"""The number of steps that are taken after each start of a run before any is measured."""
 
 LEAST_STEPS = WARM_UP + 3
-"""The least number of steps of a part of which one is measured: its median is then of steps that are as usual."""
+"""The least number of steps after a start of a run with which any is measured: the median is then of usual steps."""
 
 
 class StepRecording:
-    """Measures two steps of a part of a run on one rank: messages in the first, operators and memory in the second.
+    """Measures two steps after a start of a run, on one rank: messages in one, operators and memory in the next.
 
-    ``num_steps`` is the number of steps that the part has if nothing stops it; with fewer than ``LEAST_STEPS``, none is
-    measured. Operators are timed on a CPU alone, where they run when they are called. In a step with compiled blocks,
-    or one that updates parameters while gradients are computed, neither operators nor memory are looked at.
-    ``num_first`` is the number of the part's first steps that are not as the later ones: they warm up, or are measured.
+    ``num_steps`` is the number of steps that follow the start if nothing stops the run; with fewer than
+    ``LEAST_STEPS``, none is measured. Operators are timed on a CPU alone, where they run when they are called. In a
+    step with compiled blocks, or one that updates parameters while gradients are computed, neither operators nor memory
+    are looked at. ``num_first`` is the number of first steps that are not as the later ones: they warm up, or are
+    measured.
     """
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
@@ -88,7 +89,7 @@ class StepRecording:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Returns a context for the optimizer's step, inside of that of the whole step."""
+        """Returns a context for the optimizer's step, entered inside of the context of the whole step."""
         start_s = perf_counter()
         with self._tracked.updating() if self._tracked is not None else nullcontext(), not_timed():
             yield
@@ -99,7 +100,7 @@ class StepRecording:
         """Returns what was measured as plain data for ``run.json``; ``step_s`` are the median seconds of a step.
 
         All ranks call it. ``waterfall`` is that of the rank that computes longest, and adds up to ``step_s``: "other"
-        is what is left, "bubble" has the waits for other stages, and the other layout axes have those for their
+        is what is left, "bubble" has the waits for other stages, and the other layout axes have the waits for their
         messages. It is {} where operators were not timed. ``memory_by_kind`` is that of the rank that holds most, and
         ``traffic_by_axis`` that of the rank that sends most.
 

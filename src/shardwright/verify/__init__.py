@@ -209,7 +209,7 @@ def _only_in_float32(model: nn.Module, loss: nn.Module, batch: Batch) -> str:
 
 
 def _error_in(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batch) -> str | None:
-    """Returns why a step of a copy of the model by plain torch has no result in ``dtype``; None if it has one.
+    """Returns why a step of a copy of the model by plain torch has no result in ``dtype``; None if it has a result.
 
     It is the first line of an error, that the forward converts a parameter, or that the loss or a gradient is not
     finite.
@@ -423,7 +423,7 @@ def _presence(name: str, expected: TrainingOutcome, found: Mapping[int, Training
 
 
 def _nan_of(expected: TrainingOutcome) -> str:
-    """Returns text on a loss or gradient of one device that is not finite, so that nothing equals it; or nothing."""
+    """Returns text on a loss or gradient of one device that is not finite, which nothing equals; "" without one."""
     found = next(((n, each) for n, each in enumerate(expected.losses, 1) if not math.isfinite(each)), None)
     if found is not None:
         return f"the loss of one device itself is {found[1]} in step {found[0]}"

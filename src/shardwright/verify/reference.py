@@ -121,10 +121,11 @@ def reference(
     that the model lacks. ``plan`` says how batches are cut if microbatches have batch statistics of their own.
     ``draws`` are the random function calls that a recorded forward of the model has made. ``eps`` is AdamW's; by
     default it is ``EPS`` times the largest absolute entry of the first step's gradients. ``shift(name, value)`` may
-    change each parameter's initial value, in place. ``forward`` is a context in which the forwards run. ``narrow`` is
-    a dtype in which all is computed, as under a layout in bf16; in fp16 the loss is computed in float32, as sums of
+    change each parameter's initial value, in place. ``forward`` is a context in which the forwards run. ``narrow`` is a
+    dtype in which all is computed, as under a layout in bf16; in fp16 the loss is computed in float32, as sums of
     losses are soon infinite. The loss is multiplied by ``scale`` before the backward, and gradients are divided by it:
-    where the model computes in a narrower dtype, each scale rounds otherwise, and in fp16 no gradient is lost.
+    where the model computes in a narrower dtype, a scale changes the rounding, and keeps fp16 gradients from
+    underflowing.
 
     Raises: PlanError: the copy still holds a module, parameter or buffer of ``plain``, or torch refuses a microbatch
         of the plan.
@@ -204,7 +205,7 @@ def _narrowed(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 
 
 def _divided(gradient: Tensor, scale: float) -> Tensor:
-    """Returns a gradient over the scale of its loss; one in fp16, which would become 0 there, in float64."""
+    """Returns a gradient divided by the loss's scale; in float64 for an fp16 gradient, which could become 0 in fp16."""
     return (gradient.double() if gradient.dtype == torch.float16 else gradient) / scale
 
 
@@ -307,7 +308,7 @@ class DeviceDifference:
     loss: float
     gradients: dict[str, float]
     later: dict[str, float]
-    """Of parameters and of buffers after the steps."""
+    """The relative errors of parameters and buffers after the steps, by name."""
 
 
 def own_errors(
@@ -422,12 +423,12 @@ def _losses_of(outcome: TrainingOutcome) -> Named:
 
 
 def _first(up: Tensor, down: Tensor, middle: Tensor) -> Tensor:
-    """Returns the largest difference of two results from the one between them."""
+    """Returns the largest absolute difference of the results ``up`` and ``down`` from ``middle``."""
     return torch.maximum((up - middle).abs(), (down - middle).abs()).max()
 
 
 def _second(up: Tensor, down: Tensor, middle: Tensor) -> Tensor:
-    """Returns the largest second difference of three results, over sqrt(3)."""
+    """Returns the largest second difference (up + down - 2 middle) of three results, divided by sqrt(3)."""
     return (up + down - 2 * middle).abs().max() / 3**0.5
 
 

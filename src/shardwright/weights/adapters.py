@@ -48,9 +48,9 @@ def adapter_in(model: nn.Module | None) -> str | None:
 
 
 def adapter_names(model: nn.Module, adapter: str, names: Collection[str]) -> dict[str, str]:
-    """Returns, by the plain names of tensors of an adapter, their names in its folder; tensors are known by name alone.
+    """Returns the names that an adapter's tensors have in its folder, by their plain names, chosen among ``names``.
 
-    An adapter that peft does not write as it is, such as prompts that it encodes, has none.
+    The result is empty for an adapter whose folder holds other tensors than its parameters, such as encoded prompts.
     """
     from peft import get_peft_model_state_dict  # the model's class comes from there
 
@@ -80,9 +80,10 @@ def names_beside_adapter(
 ) -> Mapping[str, str | None] | None:
     """Returns the names that the tensors of a model wrapped by peft have in weights without that wrapper.
 
-    ``plain`` are the names of the model's tensors, and ``held`` those of the weights: of the base model, which are none
-    of the adapter's, or of the folder of its adapter, which are those alone. A tensor without a name there has None.
-    Returns None for a model without one adapter, and for weights whose names are those of the wrapped model.
+    ``plain`` are the names of the model's tensors, and ``held`` those of the weights, which are either the base
+    model's, without the adapter's tensors, or those of the adapter's folder alone. A tensor that such weights do not
+    have is mapped to None. Returns None for a model without one adapter, and for weights whose names are those of the
+    wrapped model.
     """
     adapter = adapter_in(model) if getattr(model, "peft_config", None) else None
     if adapter is None or not {*plain}.isdisjoint(held):
@@ -102,7 +103,7 @@ def _base_name(name: str, whole: str) -> str:
 
 
 def check_found(adapter: str, names: Collection[str]) -> None:
-    """Raises CheckpointError if an adapter has no ``names`` of tensors that can be written as they are."""
+    """Raises CheckpointError if ``names``, an adapter's tensors that can be written as they are, is empty."""
     if not names:
         raise CheckpointError(
             "the adapter cannot be written as a folder of peft",

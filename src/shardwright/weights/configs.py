@@ -18,7 +18,7 @@ CONFIG = "config.json"
 """The name of the file that describes a model in a folder of transformers."""
 
 GENERATION = "generation_config.json"
-"""The name of the file there that says how the model generates: its end tokens and how it draws the next one."""
+"""The file in such a folder that says how the model generates: its end tokens, and how it draws the next token."""
 
 
 def files_beside(config: Any, model: nn.Module | None, table: Sequence[WeightEntry]) -> dict[str, bytes]:
@@ -59,7 +59,7 @@ def files_beside(config: Any, model: nn.Module | None, table: Sequence[WeightEnt
 
 
 def _generation(model: nn.Module | None) -> dict[str, str]:
-    """Returns the text of the model's generation config by its name, where ``save_pretrained`` would write it."""
+    """Returns the text of the model's generation config, by its file name; {} for a model that cannot generate."""
     write = getattr(getattr(model, "generation_config", None), "to_json_string", None)  # None where it cannot generate
     return {GENERATION: write()} if callable(write) else {}
 

@@ -148,7 +148,7 @@ def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_plain_name(folder: Path, name: Any) -> str:
-    """Returns ``name``, the name of a file in ``folder``. Raises CheckpointError if it is none, or a path elsewhere."""
+    """Returns ``name``; raises CheckpointError unless it names a file in ``folder``, and not a path elsewhere."""
     if not isinstance(name, str) or name in ("", ".", "..") or set(name) & {"/", "\\", "\0"}:
         raise broken(folder, f"it names the file {name!r:.80}, which is not in it")
     return name

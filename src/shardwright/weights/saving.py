@@ -131,7 +131,7 @@ def save_weights(
 
 
 class _WriteConfig(NamedTuple):
-    """The options of a call of :func:`save_weights`; ``adapter`` is that of peft of which a folder is written."""
+    """The options of a call of :func:`save_weights`; ``adapter`` names the peft adapter to write, None without one."""
 
     to: Path
     kind: Format
@@ -144,9 +144,10 @@ class _WriteConfig(NamedTuple):
     adapter: str | None = None
 
     def for_model(self, model: nn.Module | None, names: Sequence[str], everyone: Axis | None = None) -> _WriteConfig:
-        """Returns these options for a model: of one that peft has wrapped, its adapter alone is written, renamed.
+        """Returns these options for ``model``: if peft has wrapped it, only its adapter is written, under peft's names.
 
-        ``everyone`` are the ranks of a run, on each of which ``model`` has the modules of its own pipeline stage.
+        Formats other than "transformers", and options with ``names``, stay as they are. ``everyone`` are the ranks of a
+        run, on each of which ``model`` has the modules of its own pipeline stage.
         """
         if self.kind != "transformers" or self.names:
             return self
@@ -185,7 +186,7 @@ class _WriteConfig(NamedTuple):
         return self.kind in ("transformers", "dcp") or (self.kind == "safetensors" and self.to.suffix not in SUFFIXES)
 
     def table(self, tensors: Sequence[tuple[tuple[str, ...], torch.dtype, tuple[int, ...]]]) -> list[WeightEntry]:
-        """Returns what is written of tensors given as (plain names, dtype, shape), with None for what is left out."""
+        """Returns an entry for each of ``tensors``, (plain names, dtype, shape); one that is left out has no names."""
         check_names(self.names, [name for every, _, _ in tensors for name in every])
         found, owner = [], dict[str, str]()
         for every, dtype, shape in tensors:
@@ -334,7 +335,7 @@ def _errors_named(to: Path) -> Iterator[None]:
 
 
 def _problem_of(to: Path, do: Callable[[], None]) -> str:
-    """Returns the text of the error that ``do`` raises, "" for none."""
+    """Returns the text of the error that ``do`` raises, or "" if it raises none."""
     try:
         with _errors_named(to):
             do()

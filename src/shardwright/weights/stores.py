@@ -141,7 +141,7 @@ def _meant(path: Path) -> dict[str, str]:
 
 
 def _holds_weights(folder: Path) -> bool:
-    """Whether a folder looks as if it held weights; what is in its files is not looked at."""
+    """Whether a folder seems to hold weights, by the names of its files; their contents are not read."""
     names = (METADATA, MANIFEST, INDEX, *WHOLE)
     return any((folder / name).is_file() for name in names) or bool(steps_in(folder / CHECKPOINTS))
 

@@ -53,7 +53,7 @@ _OURS = "written by shardwright"
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """A tensor that is written: all its names in the file, of which the first is kept where one is enough."""
+    """A tensor that is written, with all its names; formats that store a tied tensor once use the first."""
 
     names: tuple[str, ...]
     dtype: torch.dtype
@@ -70,7 +70,7 @@ Written = Iterator[tuple[WeightEntry, Tensor]]
 
 
 def write_safetensors(to: Path, table: list[WeightEntry], written: Written) -> list[str]:
-    """Writes one safetensors file, a tied tensor once; other names of it stand in the metadata. Returns its name."""
+    """Writes one safetensors file, with other names of tied tensors in its metadata; returns a list of its name."""
     with _beside(to, folder=False) as partial:
         _write_file(partial, table, written)
     return [to.name]
@@ -278,7 +278,8 @@ def _is_ours(file: Path) -> bool:
 def prepare(to: Path, *, folder: bool = False, beside: Collection[str] = (), num_bytes: int = 0) -> None:
     """Makes the folder in which a file, or a ``folder``, is to be written later.
 
-    Raises: CheckpointError: as :func:`check_target`; or no file can be written there, or none of ``num_bytes`` bytes.
+    Raises: CheckpointError: as :func:`check_target`; or no file can be written there, or ``num_bytes`` bytes do not fit
+        there.
     """
     try:
         check_target(to, folder=folder, beside=beside)

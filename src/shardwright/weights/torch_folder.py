@@ -165,7 +165,7 @@ class _Unpickler(pickle.Unpickler):
         )
 
     def persistent_load(self, pid: Any) -> Any:
-        """Raises ValueError: metadata refer to nothing outside of them."""
+        """Always raises ValueError, because metadata refer to no objects outside of the pickle."""
         raise ValueError("a reference to something outside of the file")
 
 

@@ -27,7 +27,8 @@ class Blocks:
 
     A block is reused when all its readers have released it, and its memory is never given back. Which block is free
     depends on when its readers release it, so any block may come to carry the largest message for blocks of its size.
-    With ``at_most``, :attr:`num_bytes` assumes that every block has: an upper bound, which predictions use.
+    With ``at_most``, :attr:`num_bytes` assumes that every block has carried the largest message of its size: an upper
+    bound, which predictions use.
     """
 
     def __init__(self, *, at_most: bool = False) -> None:

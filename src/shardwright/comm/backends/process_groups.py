@@ -55,9 +55,10 @@ class ProcessTransport:
     memory, and the others use gloo. In a group with equally many ranks on each of several machines, a large sum goes
     through shared memory inside each machine and over gloo only between machines. With ``links`` "sockets" all is gloo.
 
-    All ranks create theirs together, when torch's default process group exists. If they may share memory, they exchange
-    their nodes through torch's store and connect to the ranks of their node by sockets in ``folder``, which is by
-    default the folder for temporary files. ``timeout`` is the time limit of a call, and the watchdog calls ``report``.
+    All ranks create their transports together, when torch's default process group exists. If they may share memory,
+    they exchange their nodes through torch's store and connect to the ranks of their node by sockets in ``folder``,
+    which is by default the folder for temporary files. ``timeout`` is the time limit of a call, and the watchdog calls
+    ``report``.
 
     Raises: PlanError: ``link`` is to be emulated, but not all ranks share memory.
     """
@@ -146,7 +147,7 @@ class ProcessTransport:
         return self._levels.get(ranks)
 
     def _nccl_channel(self, ranks: tuple[int, ...], begin: Callable[..., int]) -> NcclChannel:
-        """Returns a channel over NCCL; a group's communicator is made with its first one: all members are here then."""
+        """Returns a channel over NCCL; the first one of a group also creates its communicator, with all members."""
         channel = NcclChannel(self, ranks, begin, self.device)
         members = tuple(sorted(ranks))
         if len(ranks) > 1 and members not in self._made:
@@ -275,9 +276,10 @@ def torch_timeout(timeout: timedelta, *, over_nccl: bool) -> timedelta:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Names the process group that is created inside by its ranks alone.
+    """Returns a context in which torch names a new process group by ``name`` alone.
 
-    torch adds the number of groups that this rank has made, and members with different numbers would deadlock.
+    torch's own name contains the number of groups that this rank has made, and members with different numbers would
+    deadlock.
     """
     c10d = dist.distributed_c10d
     before = c10d._hash_ranks_to_str

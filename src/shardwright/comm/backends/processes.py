@@ -351,7 +351,7 @@ def _end_with_the_launcher(rank: int, task: int, folder: str) -> None:
 
 
 def _connected(rank: int, wait_s: float) -> TCPStore:
-    """Returns the store at ``MASTER_ADDR``: torchrun's own, or one that rank 0 opens without waiting for others."""
+    """Returns torch's store at ``MASTER_ADDR``: torchrun's, or one that rank 0 opens without a wait for other ranks."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     within = timedelta(seconds=wait_s)

@@ -64,8 +64,9 @@ def run_folder() -> Iterator[Path]:
 def _reserve_room(folder: Path) -> None:
     """Makes the file by which ranks meet, with room that stays when the disk fills. Raises PlanError: there is none.
 
-    A rank of 8 writes some hundred bytes into it. Where a part of them has no room, torch (2.13) reads for ever, in
-    native code and with the file's lock, which neither a time limit nor the rank that could not write then ends.
+    In a run of 8, a rank writes some hundred bytes into it. Where a part of them has no room, torch (2.13) reads for
+    ever, in native code and with the file's lock, which neither a time limit nor the rank that could not write then
+    ends.
     """
     path = folder / STORE
     try:
@@ -96,7 +97,7 @@ def _no_room(base: Path, failure: OSError) -> PlanError:
 
 
 def _owned(base: Path) -> tuple[Path, int]:
-    """Returns a new folder and the handle that locks it. Another run may remove a folder until it is locked."""
+    """Returns a new folder and its lock's handle; tries again if another run removes the folder before it is locked."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
         with suppress(FileNotFoundError):

@@ -180,7 +180,7 @@ class SharedChannel(Channel):
         return self._pending(call, lambda: self._copy(self.ranks[source], number | 2**63, tensor))
 
     def _combine_with(self, rank: int, number: int, tensors: list[Tensor], op: str) -> None:
-        """Adds to ``tensors`` those of the only other member, or takes the maximum of both."""
+        """Adds the only other member's tensors to ``tensors``, or takes the maximum of both."""
         posted = self._receive(rank, number, sum(tensor.nbytes for tensor in tensors))
         theirs = self.exchange.peer_bytes(rank, posted).view(tensors[0].dtype)
         parts = [p.view_as(t) for t, p in zip(tensors, theirs.split([t.numel() for t in tensors]), strict=True)]

@@ -31,7 +31,7 @@ KNOWN_S = 1.0
 """Seconds that the other ranks have to end once the cause of a failure is known."""
 
 SAVES_S = 6.0
-"""Seconds from then on that ranks have which save what they hold; the others have them too, as long as a rank saves."""
+"""Seconds after a failure that ranks have to save what they hold; the other ranks run on as long as a rank saves."""
 
 UNKNOWN_S = 3.0
 """Seconds that the launcher waits for the cause once a rank reports that it lost another rank."""
@@ -136,7 +136,7 @@ class RankProcess:
 
 
 def _is_suspended(pid: int | None) -> bool:
-    """Returns whether there is such a process, and a signal such as SIGSTOP has suspended it."""
+    """Returns whether process ``pid`` exists and is suspended, as by the signal SIGSTOP."""
     try:
         return pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED
     except psutil.NoSuchProcess:
@@ -244,12 +244,15 @@ class StartedRanks:
         self._end_s = min(self._end_s, time.monotonic() + seconds)
 
     def _failed_within(self, seconds: float) -> None:
-        """Gives the ranks so many seconds because one has failed, or more to ranks that save."""
+        """Gives the ranks ``seconds`` to end because one has failed; ranks that save have up to ``SAVES_S``."""
         self._end_within(seconds)
         self._last_s = min(self._last_s, time.monotonic() + SAVES_S)
 
     def _waits_for_saves(self) -> bool:
-        """Returns whether a rank still saves after a failure, and may; the others then have a second after it."""
+        """Returns whether to wait for a rank that saves after a failure; if so, all ranks get a further second to end.
+
+        If the time to save is over, it prints that on standard error.
+        """
         left = (rank.number for rank in self.ranks if not rank.ended and not rank.killed)
         if not any((self.folder / f"{number}{SAVES}").exists() for number in left):
             return False

@@ -30,7 +30,7 @@ class _NoModuleError(Exception):
 
 
 class _FunctionTransfer(pickle.Pickler):
-    """A pickler of functions inside of an imported module's functions too, by their code.
+    """A pickler that also takes functions defined inside an imported module's functions, by their code.
 
     Without ``main`` it raises for functions and classes of the main program, which it would pickle by name.
     """
@@ -56,7 +56,7 @@ class _FunctionTransfer(pickle.Pickler):
 
 
 def _is_nested(function: FunctionType) -> bool:
-    """Whether a function's name does not lead to it, and its globals are those of a module that ranks can import."""
+    """Whether a function cannot be found by its name, and its globals are those of a module that ranks can import."""
     home = sys.modules.get(function.__globals__.get("__name__", ""))
     if home is None or home.__spec__ is None or home.__name__ == "__main__":
         return False

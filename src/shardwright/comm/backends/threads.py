@@ -46,7 +46,8 @@ class _Rendezvous:
     def gate(self) -> threading.Lock:
         """Returns a lock that is held until :meth:`open`, which the caller waits for by acquiring it.
 
-        A lock for each rank that waits: one that wakes from an Event first waits for the locks of the Event.
+        Each rank that waits has a lock of its own, because a thread that wakes from a ``threading.Event`` first waits
+        for the Event's lock.
         """
         gate = threading.Lock()
         gate.acquire()
@@ -54,7 +55,7 @@ class _Rendezvous:
         return gate
 
     def open(self) -> None:
-        """Lets all go on that wait: the meeting is complete, or the run has failed."""
+        """Lets all waiting ranks go on: the call is complete, or the run has failed."""
         gates, self._gates = self._gates, []
         for gate in gates:
             gate.release()

@@ -16,36 +16,38 @@ Bounds = tuple[int, ...]
 """The call at which each chunk begins, followed by the number of all calls."""
 
 Price = tuple[float, float]
-"""What makes a cut worse: the first number decides, and between equal ones the second."""
+"""How bad a cut is: the smaller first number is better, and between equal ones the smaller second."""
 
 FINER = 0.9
-"""A cut of finer calls is preferred only if its largest share is smaller than this part of the coarser cut's."""
+"""A cut of finer calls is preferred only if its largest share (1.0 is even) is below this part of the coarser cut's."""
 
 POWER = 16
-"""Shares count by this power of theirs where no cut is even: the largest counts most, and the others still count."""
+"""Where no cut is even, shares are raised to this power and added up: the largest counts most, others still count."""
 
 MOST_EVENED = 16
-"""The most chunks for whose sake blocks are cut inside, and two boundaries are moved together.
+"""The most chunks for which blocks are cut inside, and two boundaries are moved together.
 
-Of more chunks, cut inside of blocks, each would be of a kind of its own, which a price has to rehearse: GPT-3 on 64
-stages takes 171 CPU seconds to price then, where blocks that stay whole are of few kinds and take 5.
+More chunks, cut inside of blocks, would all be of different kinds, and the planner rehearses each kind (on the meta
+device) to predict its cost: GPT-3 on 64 stages takes 171 CPU seconds to price then, where blocks that stay whole are of
+few kinds and take 5.
 """
 
 REACH = 4
 """Two boundaries are moved together by at most this number of calls each; one alone is moved as far as it can be."""
 
 FOLDED = (1.05, 1.1, 1.15, 1.2, UNEVEN, 1.3, 1.35, 1.4, 1.5, 1.6, 1.8)
-"""The largest shares that are tried in turn where the stages of a V are filled from both ends of the model.
+"""The largest shares (1.0 is even), tried in turn, for a V: each stage has one chunk from each end of the model.
 
-Those above ``UNEVEN`` are for parameters alone, beside work that is at most that.
+Those above ``UNEVEN`` are for parameters alone; the share of work is then at most ``UNEVEN``.
 """
 
 
 class StageShares:
     """Computes the share of compute and of parameters that each pipeline stage gets, for given chunk boundaries.
 
-    ``works`` are those of the calls, ``uses`` the names of the parameters that each uses, ``sizes`` the bytes of all,
-    and ``stage_of`` the stage of each chunk. A parameter that no call uses is held by the first stage.
+    A share of 1.0 is even. ``works`` has the work of each call, ``uses`` the names of the parameters that each call
+    uses, ``sizes`` the bytes of each parameter, and ``stage_of`` the stage of each chunk. A parameter that no call uses
+    is held by the first stage.
 
     >>> uses, sizes = [{"table"}, {"up"}, {"table"}], {"table": 30, "up": 10}
     >>> StageShares([1, 1, 2], uses, sizes, (0, 1)).of((0, 2, 3))
@@ -70,12 +72,12 @@ class StageShares:
         self.several = [(sizes[name] / unit, calls) for name, calls in where.items() if len(calls) > 1]
 
     def _shares(self, values: Sequence[float]) -> list[float]:
-        """Returns, for each call and behind the last, the share of the values before it; that of all is one a stage."""
+        """Returns the running sums of ``values``, from 0, scaled to end at the number of stages."""
         unit = (sum(values) or 1.0) / self.num_stages
         return [each / unit for each in accumulate(values, initial=0.0)]
 
     def of(self, bounds: Bounds) -> list[tuple[float, float]]:
-        """Returns the share of the work, and of the parameters, of each stage."""
+        """Returns the share of the work, and of the parameters, of each stage; 1.0 is even."""
         work, held = [0.0] * self.num_stages, [0.0] * self.num_stages
         stage_at: list[int] = []
         for stage, (first, stop) in zip(self.stage_of, pairwise(bounds), strict=True):
@@ -88,14 +90,14 @@ class StageShares:
         return list(zip(work, held, strict=True))
 
     def unevenness(self, bounds: Bounds) -> float:
-        """Returns the largest share, of work or of parameters, of any stage."""
+        """Returns the largest share, of work or of parameters, of any stage; 1.0 is even."""
         return max(map(max, self.of(bounds)))
 
     def of_run(self, first: int, stop: int) -> tuple[float, float]:
-        """Returns the shares of a chunk of the calls from one up to another.
+        """Returns the share of the work, and of the parameters, of a chunk of consecutive calls.
 
-        If stages have one chunk each, it holds all parameters that its calls use; else those that it uses first, since
-        chunks of one stage may share a parameter.
+        If each stage has one chunk, it counts all parameters that its calls use; else only those that no earlier call
+        uses, since chunks of one stage may share a parameter.
         """
         held = self.held_before[stop] - self.held_before[first]
         if len(self.stage_of) == self.num_stages:
@@ -105,9 +107,10 @@ class StageShares:
         return self.work_before[stop] - self.work_before[first], held
 
     def folded(self) -> Bounds | None:
-        """Returns bounds of a V, whose stages are filled from both ends of the model, as evenly as ``FOLDED`` can say.
+        """Returns chunk bounds for a V (each stage has one chunk from each end of the model), as even as possible.
 
-        The result is None where the stages have no V, or none of the shares is large enough.
+        The largest share is the first of ``FOLDED`` for which there are bounds. The result is None if there is none, or
+        if the stages form no V.
         """
         num = self.num_stages
         if self.stage_of != (*range(num), *reversed(range(num))):
@@ -117,9 +120,9 @@ class StageShares:
         )
 
     def folded_within(self, most_work: float, most_held: float) -> Bounds | None:
-        """Returns bounds of a V whose stages have at most these shares, or None if there are none.
+        """Returns chunk bounds for a V with at most these shares on each stage, or None.
 
-        Of several calls that use a parameter the first counts alone, so a stage may hold more.
+        A shared parameter counts only where it is first used, so a stage may hold more.
         """
         limits = ((self.work_before, most_work), (self.held_before, most_held))
         # by the number of calls in front: where the calls behind begin, as early as can be, and all bounds so far
@@ -143,10 +146,11 @@ class StageShares:
 def evened(cuts: Sequence[Sequence[int]], shares: StageShares, sent: Sequence[int]) -> list[int]:
     """Returns the first of some cuts if its stages are even, or else the best that is found by moving boundaries.
 
-    Each cut is given, and returned, as the starts of its chunks. Of cuts whose shares are at most ``UNEVEN`` the search
-    prefers few bytes between chunks; ``sent`` has the bytes that cross in front of each call and behind the last. Where
-    no cut is found that is so even, work is made so even, or as even as it can be, and then the parameters. The search
-    begins at each of the given cuts and moves one boundary or two at a time, so it may miss the best.
+    Each cut is given, and returned, as the starts of its chunks. Of cuts whose shares (1.0 is even) are at most
+    ``UNEVEN`` the search prefers few bytes between chunks; ``sent`` has the bytes that cross in front of each call and
+    behind the last. Where no cut is found that is so even, work is made so even, or as even as it can be, and then the
+    parameters. The search begins at each of the given cuts and moves one boundary or two at a time, so it may miss the
+    best.
 
     >>> shares = StageShares([4, 1, 1, 1, 1, 4], [()] * 6, {}, (0, 1, 1, 0))
     >>> evened([[0, 1, 3, 4]], shares, [0, 1, 1, 1, 1, 1, 0])  # chunks of 4, 2, 1 and 5: stages of 9 and 3
@@ -175,7 +179,7 @@ def evened(cuts: Sequence[Sequence[int]], shares: StageShares, sent: Sequence[in
 
 
 def _moved(bounds: Bounds, price: Callable[[Bounds], Price]) -> Bounds:
-    """Returns bounds that no move of a boundary, or of two, makes cheaper."""
+    """Moves boundaries, one or two at a time, while that makes ``price`` smaller, and returns the last bounds."""
     least = price(bounds)
     while True:
         for moves in (_single_moves, _double_moves) if len(bounds) <= MOST_EVENED + 1 else (_single_moves,):

@@ -152,7 +152,7 @@ def _to_open(
     model: nn.Module, movable: Sequence[CallSite], costs: Mapping[CallSite, Cost], num_chunks: int,
     closed: Collection[str], finest: float,
 ) -> set[str]:  # fmt: skip
-    """Returns the modules whose calls exceed ``finest`` of an even chunk; if none does, the costliest if calls are few.
+    """Returns the modules whose calls cost more than ``finest`` of an even chunk, or the costliest if calls are few.
 
     It returns none if there are as many calls as chunks and none exceeds that part.
     """
@@ -174,7 +174,7 @@ def _read_opened(
 ) -> fx.Graph | None:
     """Returns the graph of a model with the modules ``names`` opened too; None if their code cannot be followed.
 
-    Nor can one be opened that is among ``opened``: it stays one call, as a module with a hook does.
+    It is None too if one of ``names`` is in ``opened`` already: it has stayed one call, as a module with a hook does.
     """
     if not opened.isdisjoint(names):
         return None
@@ -201,7 +201,7 @@ def _evenly(
     model: nn.Module, graph: fx.Graph, movable: Sequence[CallSite], costs: Mapping[CallSite, Cost],
     stage_of: Sequence[int],
 ) -> tuple[float, list[int]]:  # fmt: skip
-    """Returns the largest share that a stage has, over an even one, and the call at which each chunk begins."""
+    """Returns the largest share of a stage (1.0 is even), and the call at which each chunk begins."""
     places = _beginnings(model, movable, len(stage_of))
     runs = [total([costs[site] for site in movable[first:stop]]) for first, stop in pairwise([*places, len(movable)])]
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
@@ -217,7 +217,10 @@ def _evenly(
 
 
 def _reads(model: nn.Module, graph: fx.Graph, movable: Sequence[CallSite]) -> Iterator[tuple[str, int]]:
-    """Yields each weight that the code reads, with the call that reads it, or behind which code between calls does."""
+    """Yields each weight that the code reads, with the number of the call that reads it.
+
+    For code between calls it is the number of the call before.
+    """
     inside, numbers = weights_by_module(model), {site: number for number, site in enumerate(movable)}
     call = 0
     for node, site in sites(graph):

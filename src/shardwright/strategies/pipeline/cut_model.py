@@ -19,7 +19,7 @@ from shardwright.strategies.pipeline.cut import cut
 from shardwright.strategies.pipeline.event_cut import cut_events
 
 MOST_OF_ONE = 0.75
-"""The share of all work above which a chunk with code that cannot be traced is too large; a record is then cut."""
+"""The share of all work above which one chunk with untraceable code is too large; a recorded forward is then cut."""
 
 
 def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -> Stages | EventStages:

@@ -128,7 +128,8 @@ def _cut(
 ) -> tuple[float, EventStages]:  # fmt: skip
     """Returns a cut of the recorded forward, and how uneven it is: 1.25 if one stage has 1.25 times an even share.
 
-    That counts the work and the parameters, whichever is less even.
+    It is the share of the work or of the parameters, whichever is less even. If the model cannot be cut, it raises
+    LayoutError.
     """
     num_chunks, before = len(stage_of), _settings(model)
     escaped: set[str] = set()
@@ -174,10 +175,10 @@ def _cut(
 
 
 def _recorded(model: nn.Module, inputs: Any, units: Collection[str], values: Any = None) -> tuple[ForwardRecord, Any]:
-    """Returns a forward's record and the inputs that it ran on: where it reads values that ``inputs`` lack, ``values``.
+    """Returns the record of a forward, and the inputs that it ran on: ``inputs``, or ``values`` if it reads values.
 
-    Where these are None, or do not say enough either, it is ones. Of code that may skip calls by random numbers it is
-    the record that skips fewest.
+    If ``values`` is None or does not suffice, the inputs are ones. If code may skip calls by random numbers, the record
+    that skips the fewest is returned. If the forward cannot be recorded, it raises LayoutError.
     """
     try:
         try:
@@ -274,7 +275,7 @@ def _opened(
     model: nn.Module, record: ForwardRecord, num_chunks: int, names: Sequence[str], closed: Collection[str],
     finest: float,
 ) -> set[str]:  # fmt: skip
-    """Returns the modules whose inner calls are events."""
+    """Returns the modules that are cut inside: not their calls, but those that their code makes are events."""
     share = record.scopes[0].cost.work / num_chunks
     found = {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(len(parts))}
     children = {scope.caller for scope in record.scopes}
@@ -313,12 +314,12 @@ def _units(record: ForwardRecord, opened: Collection[str]) -> set[str]:
 def _closed_again(
     stages: EventStages, whole: ForwardRecord, inputs: Any, closed: Collection[str], hooked: Collection[str]
 ) -> EventStages:
-    """Returns the same cut with each opened module a unit again whose calls lie within one chunk each.
+    """Returns the same cut of fewer events: a module is one event again if each of its calls lies in one chunk.
 
-    Other stages then make one ghost for the whole module, and its own stage compares one event. ``whole`` is the record
-    in which every module is opened. A module stays open that depends on the inputs alone, that contains one of the
-    modules ``hooked``, on which the user has put hooks, since these run on ghosts, or whose code decides by inputs or
-    keeps a tensor for code outside of it.
+    Other stages then make one ghost (a meta tensor) for the result of the module, and its own stage compares one event.
+    ``whole`` is the record in which every module is opened. A module stays open that depends on the inputs alone, that
+    contains one of the modules ``hooked``, on which the user has put hooks, since these run on ghosts, or whose code
+    decides by inputs or keeps a tensor for code outside of it.
     """
     model, fine = stages.model, stages.chunked
     spans = [scope for scope in fine.record.scopes if scope.path in stages.opened]
@@ -348,7 +349,7 @@ def _closed_again(
 
 
 def _start_of(fine: EventsChunked, start: int, units: Collection[str]) -> CallSite:
-    """Returns the call of a unit that begins at an event of a finer record, in which the unit may be opened."""
+    """Returns the call of a unit (a module that is one event) that begins at event ``start`` of a finer record."""
     record = fine.record
     number = next((n for n, s in enumerate(record.scopes) if s.first == start < s.stop and s.path in units), None)
     if number is None:
@@ -381,7 +382,10 @@ def _costs(
     record: ForwardRecord, sizes: Mapping[str, int], uses: Sequence[frozenset[str]],
     seconds: Mapping[str, float] | None,
 ) -> list[Cost]:  # fmt: skip
-    """Returns the cost of each event; a parameter's bytes count where it is used first."""
+    """Returns the cost of each event; a parameter's bytes count where it is used first.
+
+    With ``seconds``, measured times of modules, the work is computed from these.
+    """
     found, seen = [], set[str]()
     for event, used in zip(record.events, uses, strict=True):
         found.append(event.cost._replace(parameter_bytes=sum(sizes[name] for name in used - seen)))
@@ -399,7 +403,10 @@ def _site(record: ForwardRecord, number: int) -> CallSite:
 
 
 def _sites(record: ForwardRecord, names: Sequence[str]) -> list[int]:
-    """Returns the events at which a chunk may begin: calls of modules with weights; the first call inside each name."""
+    """Returns the events at which a chunk may begin: calls of modules with weights, or the first call inside each name.
+
+    If a name has no call, or the calls come in another order, it raises LayoutError.
+    """
     calls = [number for number, event in enumerate(record.events) if event.number is not None]
     if not names:
         return [number for number in calls if record.events[number].reads]
@@ -422,7 +429,10 @@ def _balanced(
     record: ForwardRecord, works: Sequence[float], uses: Sequence[Collection[str]], sizes: Mapping[str, int],
     sites: Sequence[int], stage_of: Sequence[int],
 ) -> list[int]:  # fmt: skip
-    """Returns the events at which chunks begin."""
+    """Returns the events at which chunks begin, so that work and memory are even and few bytes are sent between chunks.
+
+    If values that modules exchange in hidden ways leave too few places, it raises LayoutError.
+    """
     inner = [site for site in sites[1:] if not any(a < site <= b for a, b in record.together)]
     places, bytes_at, num_chunks = [0, *inner, len(record.events)], _crossing_bytes(record), len(stage_of)
     sent = [bytes_at[place] for place in places]
@@ -468,7 +478,10 @@ def _balanced(
 
 
 def _best(num: int, num_chunks: int, price: Callable[[int, int], Price]) -> tuple[Price, list[int]]:
-    """Cuts ``num`` items into non-empty runs so that their prices are least; returns the price and the starts."""
+    """Cuts ``num`` items into non-empty runs so that ``price`` is least; returns that price and the starts.
+
+    The first numbers of the runs' prices are added up, and of the second numbers the largest counts.
+    """
     worst = float("inf"), float("inf")
     best: list[tuple[Price, list[int]]] = [(price(0, stop) if stop else worst, [0]) for stop in range(num + 1)]
     for chunk in range(1, num_chunks):
@@ -498,7 +511,7 @@ def _crossing_bytes(record: ForwardRecord) -> list[int]:
 
 
 def _at_most(record: ForwardRecord, number: int) -> ForwardEvent:
-    """Returns an event by its number; the last one for code behind it."""
+    """Returns the event of this number, or the last one if the number is that of code behind all events."""
     return record.events[min(number, len(record.events) - 1)]
 
 

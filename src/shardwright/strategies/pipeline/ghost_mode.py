@@ -39,7 +39,10 @@ _FACTS = frozenset(
     each.__get__  # type: ignore[union-attr]
     for each in (Tensor.shape, Tensor.dtype, Tensor.ndim, Tensor.requires_grad, Tensor.is_meta)
 )
-"""The getters of what a ghost has as its tensor has it; they make no tensor."""
+"""The getters whose answers for a ghost (a meta tensor for a tensor of another stage) are those for its tensor.
+
+They make no tensor.
+"""
 
 
 class ChunkStoppedError(BaseException):
@@ -132,7 +135,10 @@ class GhostMode(TorchFunctionMode):
         return tuple([value_name(tensor) or self._names.of(tensor) for tensor in given])
 
     def _look(self, func: Any, name: str, args: Any, named: Any, given: Sequence[Tensor]) -> Any:
-        """Runs a function that makes no tensor, such as one that reads a tensor's size."""
+        """Runs a function that makes no tensor, such as one that reads a tensor's size.
+
+        Raises PlanError if it reads a value that another stage computes, or makes or changes a tensor after all.
+        """
         if func == _DEVICE and given[0].is_meta:
             return self._device
         versions = [tensor._version for tensor in given]
@@ -175,7 +181,7 @@ class GhostMode(TorchFunctionMode):
         return call
 
     def _run_hooks(self, kind: str, path: str, module: nn.Module, args: Any, named: Any, *results: Any) -> None:
-        """Runs the user's own hooks on the ghosts that a module takes and gives: they may keep them for other code.
+        """Runs the user's own hooks on the ghosts (meta tensors) that a module takes and gives, as they may keep these.
 
         ``kind`` is torch's name of the module's dict of hooks. Run are the hooks that the recorded model had, as this
         model has them: a hook may keep what it is given on its own model.
@@ -235,7 +241,10 @@ class GhostMode(TorchFunctionMode):
         return _NativeContext() if _get_current_function_mode() is self else nullcontext()
 
     def _value(self, tensor: Tensor) -> Tensor:
-        """Returns the real tensor that a ghost stands for; a tensor that is no ghost is returned as it is."""
+        """Returns the real tensor that a ghost (a meta tensor) stands for; any other tensor is returned as it is.
+
+        Raises PlanError for a ghost whose value was not received.
+        """
         name = value_name(tensor)
         found = tensor if name is None else self._real.get(name, tensor)
         if found.is_meta and self._device.type != "meta":
@@ -243,7 +252,10 @@ class GhostMode(TorchFunctionMode):
         return found
 
     def _marked(self, event: ForwardEvent, given: Sequence[Tensor], results: Any) -> Any:
-        """Tags an event's results with their value names, and adds those that other chunks take to ``made``."""
+        """Tags an event's results with their value names, and adds those that other chunks take to ``made``.
+
+        Raises PlanError if the results differ from those in the record.
+        """
         leaves, tree = ([results], None) if type(results) is Tensor else tree_flatten(results)
         written, overwritten = dict(enumerate(given)), {place for place, _ in event.written}
         if len(leaves) != len(event.results):
@@ -291,7 +303,10 @@ class GhostMode(TorchFunctionMode):
         return leaves[0] if event.is_leaf else tree_unflatten(leaves, event.tree)
 
     def _check_selected(self, event: ForwardEvent, call: Any, args: Any, named: Any) -> None:
-        """Raises PlanError if values of inputs, as of a mask, pick more or less of a ghost than in the record."""
+        """Raises PlanError if values of inputs, as of a mask, pick other numbers of elements than in the record.
+
+        They are elements of a ghost, the meta tensor that stands for another stage's value.
+        """
         # a mask cannot index a ghost, which is on the meta device: a single zero stands for it, expanded to its shape
         args, named = map_tensors(
             (args, named),
@@ -317,7 +332,7 @@ class GhostMode(TorchFunctionMode):
 
 
 class _NativeContext:
-    """A context without the innermost function mode; torch's own costs several times as much."""
+    """A context without the innermost function mode; it is several times as fast as torch's own."""
 
     def __enter__(self) -> None:
         self._mode = _pop_mode()
@@ -327,9 +342,10 @@ class _NativeContext:
 
 
 def _checkpointed(call: Callable[..., Any], args: Any, named: Any) -> Any:
-    """Calls a module under activation checkpointing, as the user's code asks for it, which knows ghosts as arguments.
+    """Calls a module under activation checkpointing, as the user's code asks for, with ghosts (meta tensors) allowed.
 
-    The user's own call would run the module again on those. Of its hooks on saved tensors none sees what is saved here.
+    The user's own checkpoint would run the module again on those. Its hooks on saved tensors see nothing of what is
+    saved here.
     """
     from torch.utils.checkpoint import checkpoint  # imported by the user's code: it brings torch's compiler
 

@@ -143,7 +143,7 @@ class GhostStage(PipelineStage[EventStages]):
         return found
 
     def _follows(self, chunked: EventsChunked, microbatch: Microbatch) -> bool:
-        """Returns whether a microbatch's forward makes the calls of this record. It is run on ghosts alone."""
+        """Returns whether a microbatch's forward, run on ghosts (meta tensors) only, makes the calls of this record."""
         assert self._places is not None
         assert self._names is not None
         if self.rng is None:
@@ -197,7 +197,7 @@ class GhostStage(PipelineStage[EventStages]):
         return scattered(spec, [leaf.part is None for leaf in spec.tensors], self.p2p.scatter)
 
     def _calls(self, chunked: EventsChunked, chunk: int) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Returns the context in which strategies let a chunk's calls run, such as one that gathers their weights."""
+        """Returns the context that strategies put around a chunk's calls; it yields weights they gather, by name."""
         if self.frame is None:
             return nullcontext({})
         return self.frame.calls(chunked.weights_of(chunk), chunked.read_between(chunk))

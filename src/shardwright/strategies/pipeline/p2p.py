@@ -189,7 +189,7 @@ KEPT_KEYS = 256
 
 @dataclass
 class _EdgeSpecs:
-    """The specs kept under one key, by edge (from chunk, to chunk), and the edges whose receiver has been sent them.
+    """The message specs cached under one key, by edge (from chunk, to chunk), and the edges whose receiver knows them.
 
     ``reached`` says, for each activation of an edge that needs a gradient, whether the last backward has reached it.
     """
@@ -199,7 +199,7 @@ class _EdgeSpecs:
     reached: dict[tuple[int, int], tuple[bool, ...]] = field(default_factory=dict)
 
     def tells_reached(self, edge: tuple[int, int]) -> bool:
-        """Returns whether the next gradients of an edge come with word of which activations the backward reached."""
+        """Returns whether an edge's next gradients are sent with word of which activations the backward reached."""
         has_any = any(leaf.needs_gradient for leaf in self.specs[edge].tensors)
         return has_any and not all(self.reached.get(edge, (False,)))
 
@@ -299,7 +299,7 @@ class P2P:
     def reached(self, message: StageMessage) -> tuple[bool, ...]:
         """Returns, for each activation of a message that needs a gradient, whether the backward has reached it.
 
-        ``message`` is one of gradients, and the last that was taken of those between its two chunks.
+        ``message`` carries gradients, and is the last such message between its two chunks that was taken.
         """
         return self._by_microbatch[message.microbatch].reached.get((message.source, message.target), ())
 
@@ -333,8 +333,8 @@ class P2P:
     def post(self, messages: Sequence[StageMessage]) -> None:
         """Posts receives, without waiting, for ``messages`` and all that their senders send earlier.
 
-        It stops at the first message ahead of which shapes come, or which activations a backward has reached; that is
-        received by :meth:`take`.
+        It stops before a message ahead of which the sender tells shapes, or which activations a backward has reached;
+        :meth:`take` receives that one.
         """
         for message in messages:
             queue = self._queues.get(self._source_of.get(message, -1))
@@ -392,7 +392,7 @@ class P2P:
 
 
 def _pack_spec(spec: ValueSpec) -> bytes:
-    """Packs a spec. In place of its TreeSpec goes a tree of the same shape, with the numbers of the leaves."""
+    """Returns a spec as bytes, in which its TreeSpec is a tree of the same shape with the numbers of the leaves."""
     leaves = [list(leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in spec.leaves]  # no other leaf is a list
     return pack(tree_unflatten(list(range(len(spec.leaves))), spec.spec), leaves)
 

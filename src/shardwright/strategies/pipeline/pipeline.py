@@ -74,7 +74,7 @@ StagesT = TypeVar("StagesT", Stages, EventStages)
 
 
 def _written(entry: Mapping[str, Any]) -> Sequence[str]:
-    """Returns the options of a layout's dictionary form: ``{"size": 4, "schedule": "1f1b"}``."""
+    """Returns the option texts of a layout in dictionary form, ``1f1b`` for ``{"size": 4, "schedule": "1f1b"}``."""
     return [entry.get("options", ""), entry.get("schedule", "")]  # the path of file:PATH has slashes, so it is last
 
 
@@ -220,18 +220,19 @@ class Pipeline:
         return (*found, *sync_traffic(plan, coord, "pp"))
 
     def traffic_cuts(self, plan: Plan) -> TrafficCuts:
-        """Returns no cuts: ranks of one stage send alike if tensor parallelism and the batch leave them alike.
+        """Returns no cuts, but the axis along which ranks send parts of values, if ``scatter`` is on.
 
-        Under ``scatter`` they send parts of values, of which the first ranks' may be larger.
+        The parts of the first ranks may be larger. Ranks of one stage otherwise send alike if tensor parallelism and
+        the batch leave them alike.
         """
         return TrafficCuts(parted=() if plan.scatter_axis is None else (plan.scatter_axis,))
 
 
 def _in_one_piece(module: nn.Module, args: Any, output: Tensor) -> None:
-    """Makes the gradient of a batch norm's output contiguous where the batch has one sample.
+    """Makes the gradient of a batch norm's output contiguous where the batch has one sample; a forward hook.
 
-    Torch's backward on the CPU takes some gradients of one sample, which are views, for contiguous ones. A stage gets
-    gradients in one piece, so that such views come out of it which do not on one device.
+    Torch's backward on the CPU takes some gradients of one sample, which are views, for contiguous ones. A stage
+    receives gradients as contiguous tensors, from which such views arise that do not arise on one device.
     """
     if output.requires_grad and output.shape[:1] == (1,):
         output.register_hook(_contiguous)
@@ -253,7 +254,10 @@ def _computing(stages: StagesT, plan: Plan) -> StagesT:
 def _messages_at(
     schedule: Schedule, edges: Sequence[Edge], stage: int, batch: StepCalls
 ) -> Counter[tuple[StageMessage, str]]:
-    """Returns the messages that a stage sends and receives, each of equal microbatches counted as the first one's."""
+    """Returns the messages that a stage sends and receives in a step, and how often.
+
+    Those of equal microbatches count as the first one's.
+    """
     actions: Counter[Action] = Counter()
     first = {id(crossing): number for number, crossing in reversed(list(enumerate(batch.crossing)))}
     for action in schedule.actions[stage]:
@@ -293,7 +297,10 @@ def _splits(schedule: Schedule) -> bool:
 
 
 def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | EventStages]:
-    """Returns the layout's schedule, and the model cut into that schedule's chunks."""
+    """Returns the layout's schedule, and the model cut into that schedule's chunks.
+
+    Raises LayoutError for options that do not fit, or a model that cannot be cut so.
+    """
     factor = plan.layout.chosen("pp")
     named = factor.option("cut")
     if named is not None and not named.value:
@@ -383,7 +390,10 @@ def _check_module_state(job: Job, plan: Plan, schedule: Schedule, stages: Stages
 
 
 def _limit_bytes(option: Option) -> int | None:
-    """Returns the most bytes of activations on a stage, the value of auto:512MiB; None for ``auto`` alone."""
+    """Returns the most bytes of activations on a stage from an option such as ``auto:512MiB``; None for ``auto`` alone.
+
+    Raises LayoutError for any other value.
+    """
     if option.value is None:
         return None
     found = re.fullmatch(r"([0-9]+)(KiB|MiB|GiB)", option.value)
@@ -398,7 +408,10 @@ def _limit_bytes(option: Option) -> int | None:
 
 
 def _named_schedule(plan: Plan) -> Schedule:
-    """Returns the schedule that a layout names, by default 1f1b."""
+    """Returns the schedule that a layout names, by default 1f1b, or that of the file in its option ``file``.
+
+    Raises LayoutError for several schedules, or one that does not fit the layout.
+    """
     factor = plan.layout.chosen("pp")
     file = factor.option("file")
     named = [option for option in factor.options if option.name in SCHEDULES]
@@ -429,7 +442,10 @@ def _named_schedule(plan: Plan) -> Schedule:
 
 
 def _num_chunks(option: Option) -> int | None:
-    """Returns the chunks of each stage that a schedule's option names, such as 2 of "interleaved:v2", or None."""
+    """Returns the chunks of each stage that a schedule's option names, such as 2 of "interleaved:v2", or None.
+
+    Raises LayoutError for any other value.
+    """
     if option.value is None:
         return None
     if not (option.value.startswith("v") and option.value[1:].isdecimal()):

@@ -136,7 +136,10 @@ def _check_sizes(schedule: Schedule, num_microbatches: int | None) -> None:
 
 
 def _count_actions(schedule: Schedule) -> tuple[bytearray, tuple[int, Action] | None]:
-    """Returns the bits of actions seen for each chunk and microbatch, and the first action that runs too early."""
+    """Returns the bits of actions seen for each chunk and microbatch, and the first action that runs too early.
+
+    Raises LayoutError for an action that cannot be, or comes twice.
+    """
     num_microbatches, num_chunks, stage_of = schedule.num_microbatches, schedule.num_chunks, schedule.stage_of
     seen = bytearray(num_chunks * num_microbatches)
     early = None

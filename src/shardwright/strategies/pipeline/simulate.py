@@ -158,7 +158,7 @@ class StageTiming(NamedTuple):
 
 
 def ends_of(schedule: Schedule, *times: ChunkTimes) -> tuple[StageTiming, ...]:
-    """Returns what :func:`simulate` says of the stages' ends for several times of chunks, in a part of its time.
+    """Returns when stages end and how long they work, for each of ``times``, faster than :func:`simulate`.
 
     Raises: LayoutError: as :func:`simulate`.
 
@@ -197,7 +197,10 @@ _ByKind = Mapping[str, Sequence[float]]
 
 
 def _tables(schedule: Schedule, times: ChunkTimes) -> tuple[_ByKind, _ByKind, list[float]]:
-    """Returns how long actions last, how long what they need is under way, and zeros for when results are there."""
+    """Returns each action's seconds, the seconds that its input is under way, and zeros to fill with times of results.
+
+    The first two are by kind of action, then chunk; the last has one entry for each of :func:`num_results`.
+    """
     _check_number(schedule, times=times.num_chunks)
     stage_of, inputs, weights = schedule.stage_of, times.input_s, times.weight_s
     lasts = {"F": times.forward_s, "I": inputs, "W": weights,
@@ -208,7 +211,7 @@ def _tables(schedule: Schedule, times: ChunkTimes) -> tuple[_ByKind, _ByKind, li
 
 
 def _run(schedule: Schedule, times: ChunkTimes) -> Iterator[tuple[int, Action, float, float]]:
-    """Yields each action with its stage, start and end, in an order that respects what they wait for."""
+    """Yields each action with its stage, start and end in seconds, after the actions on which it depends."""
     lasts, late, results = _tables(schedule, times)
     clocks: list[float] = [0] * schedule.num_stages
     for stage, action, need, give in run_order(schedule):

@@ -58,7 +58,10 @@ def _unpacked_node(node: Any) -> Any:
 
 
 def _packed(value: Any) -> Any:
-    """Returns the JSON form of a leaf, or of a container's context (the keys of a dict, the class of a named tuple)."""
+    """Returns the JSON form of a leaf, or of a container's context (the keys of a dict, the class of a named tuple).
+
+    Raises PlanError for a value of any other type.
+    """
     if isinstance(value, list):
         return [_packed(each) for each in value]
     if isinstance(value, tuple):

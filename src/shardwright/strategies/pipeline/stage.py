@@ -51,7 +51,7 @@ class StageCode:
     routes: list[ChunkRoute] = field(default_factory=list)
     has_run: bool = False
     wholes: dict[object, WholeShapes] = field(default_factory=dict)
-    """By the shapes of a microbatch, those of what chunks send each other if no layer is cut: for ``scatter``."""
+    """The shapes of values that chunks would send if no layer were cut, by a microbatch's shapes; for ``scatter``."""
 
 
 @dataclass
@@ -179,7 +179,10 @@ class Stage(PipelineStage[Stages]):
         return self._code_for(arguments_given(self.stages.model, inputs, by_value=True))
 
     def _code_for(self, given: tuple[str, ...]) -> StageCode:
-        """Returns the traced calls for these arguments, traced again if a module's mode or setting has changed."""
+        """Returns the cached traced calls for these arguments, traced again if a module's mode or setting has changed.
+
+        Raises PlanError for a setting that is now neither a number, a string, a tuple nor None.
+        """
         key = (given, tuple(module.training for module in self.model.modules()))
         code = self._codes.get(key)
         if code is not None and (changed := self._changed_attributes(code)):

@@ -96,7 +96,7 @@ class _CutForward:
             self.settled = None
 
     def calls(self, used: Collection[str], read: Collection[str]) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Does nothing: weights are whole."""
+        """Returns a context that does nothing and yields no weights: all are whole."""
         return nullcontext({})
 
     def repeat(self, path: str, times: int, total: int) -> None:
@@ -127,7 +127,10 @@ class _CutForward:
             self.settled = None
 
     def begin(self, bound: inspect.BoundArguments) -> inspect.BoundArguments:
-        """Chooses each rank's rows of every feature map for this picture's size, and slices the input to them."""
+        """Chooses each rank's rows of every feature map for this picture's size, and slices the input to them.
+
+        Raises PlanError for other arguments than the traced ones, LayoutError for a picture of too few rows.
+        """
         x = bound.arguments.get(self.maps.inputs[0])
         if tuple(bound.arguments) != self.maps.inputs or not isinstance(x, Tensor) or x.dim() < 3:
             spelled = {

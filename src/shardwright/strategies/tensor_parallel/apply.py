@@ -61,7 +61,7 @@ def apply(
 
 @dataclass
 class Applying:
-    """A rank on which notes replace forwards: its axes and batch shard, and what all its operators share.
+    """A rank on which the plan's notes (its entries for modules) replace forwards, and what all its operators share.
 
     ``ahead`` all-gathers weights before they are used, and ``later`` collects the reduce-scatters of their gradients.
     """
@@ -111,7 +111,10 @@ class Applying:
         self._restrict_callers(custom)
 
     def _module(self, path: str) -> Any:
-        """Returns what the note at ``path`` is of: a module, the loss, or for the model's output the model."""
+        """Returns what the plan's note (entry) at ``path`` is about: a module, the loss, or the whole model.
+
+        The model stands for its output.
+        """
         special = {LOSS: self.job.loss, OUTPUT: self.job.model}
         return special[path] if path in special else self.job.model.get_submodule(path)
 
@@ -144,7 +147,7 @@ class Applying:
     def product(
         self, take: tuple[OperandMove, ...], fetch: tuple[WeightFetch, ...], weight: Callable[[], Tensor]
     ) -> GridProduct:
-        """Returns a grid product with the mode's settings, whose output is not yet summed."""
+        """Returns a product of a linear layer on the grid, with the mode's settings, whose output is not yet summed."""
         return GridProduct(
             take=take,
             fetch=fetch,
@@ -157,7 +160,7 @@ class Applying:
         )
 
     def fetch(self, name: str, axes: Sequence[str]) -> tuple[WeightFetch, ...]:
-        """Returns the all-gathers of a weight, each with its members' rows after the all-gathers before it."""
+        """Returns the all-gathers of a weight along ``axes``, each with the rows that its ranks hold before it."""
         layout, here = self.plan.compute[name], self.shard.coord
         found = []
         for number, axis in enumerate(axes):
@@ -170,7 +173,7 @@ class Applying:
         return tuple(found)
 
     def operator(self, module: nn.Module, name: str, forward: Forward) -> None:
-        """Sets the module's forward; ``run.explain`` prints ``name``."""
+        """Replaces the module's forward, which ``run.explain`` then calls ``name``."""
         set_forward(module, Rung.OPERATOR, name, by=self.mode.name, forward=forward)
 
     def _positions(self, module: Positions) -> None:

@@ -66,7 +66,7 @@ class HeadsNote(OperatorNote):
         return [head for a, b in self.kv.kept(coord) for head in range(a, b)]
 
     def apply(self, rank: Applying, path: str, module: Any) -> None:
-        """Leaves the attention this rank's heads, or its part of a head, whose scores are then all-reduced."""
+        """Makes the attention compute this rank's heads, or its part of a head, whose scores are then all-reduced."""
         assert isinstance(module, Attention)
         if self.entry is not None:
             self.entry.apply(rank, path, module)
@@ -91,7 +91,7 @@ class HeadsNote(OperatorNote):
             self.tokens.apply(rank, path, module)
 
     def traffic(self, here: RankTraffic, path: str, call: ModuleCall) -> Iterator[Traffic]:
-        """Yields the all-gathers of its input and of other tokens' keys and values, and the all-reduces of scores."""
+        """Yields the all-gathers of the input and of other tokens' keys and values, and the all-reduces of scores."""
         if self.entry is not None:
             yield from self.entry.traffic(here, path, call)
         if self.inside:
@@ -110,7 +110,7 @@ class HeadsNote(OperatorNote):
         return Traffic("all_reduce", self.heads.names[0], num_bytes, members, call.num_forwards + 1)
 
     def num_sent(self) -> float:
-        """Returns the elements sent for keys and values; its layers have notes of their own."""
+        """Returns the elements sent for keys and values; the projections have their own entries in the plan."""
         return self.tokens.num_sent() if self.tokens is not None else 0.0
 
 

@@ -23,7 +23,10 @@ PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}
 
 
 def _settle(sizes: Sizes, options: Options) -> tuple[Sizes, Options]:
-    """Returns the explicit grid of a factor, and its options; a factor without a mode is returned unchanged."""
+    """Returns the explicit grid of a factor, and its options; a factor without a mode is returned unchanged.
+
+    Raises MisfitError if the numbers, mode and options do not fit.
+    """
     modes = [option for option in options if option[0] in NUM_SIDES]
     if not modes and len(sizes) == 1:
         return sizes, options
@@ -55,7 +58,10 @@ def _values(mode: str) -> str:
 
 
 def _written(entry: Mapping[str, Any]) -> Sequence[str]:
-    """Returns the options of a layout's dictionary form: ``{"size": 8, "mode": "2.5d", "depth": 2}``."""
+    """Returns the option texts of a layout in dictionary form, such as ``{"size": 8, "mode": "2.5d", "depth": 2}``.
+
+    This one gives ``2.5d:d2``. A depth in another mode raises LayoutError.
+    """
     mode, depth = entry.get("mode", "1d"), entry.get("depth")
     if depth is not None and mode != "2.5d":
         raise LayoutError(

@@ -41,9 +41,11 @@ _PARTLY_CUT = frozenset((
     "split", "split_with_sizes", "clone", "expand", "_to_copy", "linear", "addmm", "mm", "add", "convolution",
 ))
 # fmt: on
-"""The operators that run on a dim of which all ranks hold some elements: they move elements, or treat each alone.
+"""Operators that run on a dim of which some elements are this rank's and others are on all ranks.
 
-A product's or a convolution's own output features may be such a dim, but not one that it sums over."""
+They move elements, or treat each alone. A product's or a convolution's own output features may be such a dim, but not
+one that it sums over.
+"""
 
 
 PRODUCTS = {"linear": 0, "mm": 0, "addmm": 1}
@@ -224,7 +226,10 @@ class _Planning:
                 gathered |= cut
 
     def _note_views(self, call: RecordedCall, gathered: set[int]) -> None:
-        """Adds the results of a call to ``lost`` if they are views of operands that were all-gathered."""
+        """Adds the results of a call to ``lost`` (views of all-gathered copies) if they are such views.
+
+        What is written to a tensor in ``lost`` is lost.
+        """
         returns = getattr(getattr(call.function, "_schema", None), "returns", ())
         if any(each.alias_info for each in returns) and (self.lost | gathered).intersection(
             map(self.slot, call.operands)
@@ -399,7 +404,10 @@ def _localized(
 
 
 def _partly_shared(call: RecordedCall, step: OperatorStep, cut: bytes, rank: int) -> OperatorStep:
-    """Returns the step of a product whose output features are in part this rank's, in part those of all ranks."""
+    """Returns the step of a product of whose output features this rank holds its own and others that all ranks hold.
+
+    Raises NotOnPartsError for an ``addmm`` with factors.
+    """
     mine = [label == ALL for label in cut if label in (rank, ALL)]
     edges = [at for at in range(len(mine) + 1) if (at > 0 and mine[at - 1]) != (at < len(mine) and mine[at])]
     shared = tuple(zip(edges[::2], edges[1::2], strict=True))
@@ -445,7 +453,7 @@ def _letter(part: Any) -> int:
 
 
 def _share_of_mean(count: int, x: Tensor, *args: Any, **named: Any) -> Tensor:
-    """Returns these elements' share of a mean over ``count`` elements; the ranks' shares add up to the mean."""
+    """Returns this rank's term of a mean over ``count`` elements: the sum of its own, divided by ``count``."""
     total: Tensor = torch.ops.aten.sum(x, *args, **named)  # over all dims, or those that are given
     return total / count
 

@@ -175,7 +175,10 @@ class _ChainCut:
         return self.job.model.get_submodule(path)
 
     def _dealt(self, size: int) -> Features:
-        """Returns the cut of ``size`` channels (or pixels of channels) in balanced runs of the chain's units."""
+        """Returns the cut of ``size`` channels, or of the pixels of channels, into balanced runs of whole units.
+
+        A unit of the chain is a channel, or a group of a grouped convolution or norm.
+        """
         dealt, block = Features.balanced(self.chain.units, self.axes), size // self.chain.units
         return Features(size, self.axes, tuple(tuple((a * block, b * block) for a, b in part) for part in dealt.parts))
 

@@ -49,7 +49,7 @@ class EmbeddingNote(OperatorNote):
         return width(self.features.held(coord, over=[each.axis for each in self.sums if each.kind == "features"]))
 
     def apply(self, rank: Applying, path: str, module: Any) -> None:
-        """Looks up the rows that this rank holds, and sums those of all ranks."""
+        """Makes the table look up the rows that this rank holds, and sum those of all ranks."""
         assert isinstance(module, nn.Embedding)
         start = self.vocabulary.held(rank.coord)[0][0]
         take_moves, give_moves = rank.moves(self.gathers), rank.moves(self.sums)

@@ -29,7 +29,10 @@ class GatherNote(OperatorNote):
     arguments: tuple[Features | None, ...]
 
     def apply(self, rank: Applying, path: str, module: Any) -> None:
-        """All-gathers the inputs in a hook, before other hooks; refuses a module that writes into one."""
+        """Makes the module all-gather its inputs in a hook, before other hooks; it may not write into them.
+
+        A forward that does raises PlanError.
+        """
         gathered: list[tuple[Any, int]] = []
 
         def version(x: Any) -> int:
@@ -72,7 +75,7 @@ class OutputNote(OperatorNote):
     features: Features
 
     def apply(self, rank: Applying, path: str, module: Any) -> None:
-        """All-gathers the features of the output in a hook of the model, before other hooks."""
+        """Makes the model all-gather the features of its output, in a hook before other hooks."""
         hook = lambda _, args, output: rank.whole(output, self.features)  # noqa: E731
         module.register_forward_hook(hook, prepend=True)
         record(module, Rung.GATHER, "gathers the features of the output", by=rank.mode.name)
@@ -82,7 +85,7 @@ class OutputNote(OperatorNote):
         yield from _gathers(self.features, here, call.y_shape, call.element_bytes, 1)
 
     def called_as(self, path: str) -> str:
-        """Returns the path of the whole model."""
+        """Returns "", the path of the whole model, whose forwards cause this traffic."""
         return ""  # the whole model
 
 

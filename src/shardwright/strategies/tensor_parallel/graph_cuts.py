@@ -38,7 +38,7 @@ a table of positions all samples look up the same, so it is not cut.
 """
 
 WORTH_MORE = 0.05
-"""Candidates that send more than the cheapest ones are taken if they cut this share more of the parameter elements.
+"""Cuts that send more than the cheapest ones are taken if they cut this share more of the parameter elements.
 
 Linear layers that are left have their outputs gathered under the same condition, all of them or none.
 
@@ -90,9 +90,10 @@ _Candidates = dict[DimAxis, _Candidate]
 
 
 class _CutParts(NamedTuple):
-    """The part of each parameter and buffer that is cut, by name, and how many elements their parameters have.
+    """The part of each parameter and buffer that is cut, by name, and how many elements the cut parameters have.
 
-    ``most_sent`` is the number of elements that a step of the recorded run sends for each of these; 0 if none is cut.
+    ``most_sent`` is the number of elements that a step of the recorded run sends for each of those elements; 0 if none
+    is cut.
     """
 
     parts: dict[str, TensorPart]
@@ -174,10 +175,10 @@ def _cut(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) 
 def _chosen(
     recording: Recording, axes: RunAxes, found: _Candidates, features: Mapping[TensorUse, int | None], *, gathers: bool
 ) -> list[_Candidate]:
-    """Returns the axes to cut: the best candidates of which no tensor would be cut in part only.
+    """Returns the axes to cut: the best candidates that leave no tensor with a dim of which only some elements are cut.
 
-    With ``gathers``, weights of two dims or more may be, since they then stay whole. Buffers that operators write to
-    may not, such as the statistics of a batch norm.
+    With ``gathers``, weights of two dims or more may have such a dim, since they then stay whole. Buffers that
+    operators write to, such as the statistics of a batch norm, may not.
     """
     uses = [use for use in recording.parameters.values() if len(use.shape) == 1 or not gathers]
     uses += [use for call in recording.calls for use in (*call.written, *call.statistics) if use.kind == "buffer"]
@@ -197,7 +198,7 @@ def _chosen(
 
 
 def _taken(found: _Candidates) -> _Candidates:
-    """Returns candidates of which no two exclude each other: the cheapest first, or others that cut clearly more."""
+    """Returns candidates (axes) that do not exclude each other: the cheapest first, or others that cut clearly more."""
     cheapest = _cheapest(found)
     most, least_gain = _most(found, cheapest), WORTH_MORE * _num_elements(cheapest)
     return most if _num_elements(most) > _num_elements(cheapest) + least_gain else cheapest
@@ -219,7 +220,7 @@ def _cheapest(found: _Candidates) -> _Candidates:
 
 
 def _most(found: _Candidates, taken: _Candidates) -> _Candidates:
-    """Exchanges a candidate for those that it alone excludes, as long as that cuts more elements; returns the result.
+    """Exchanges a chosen axis for those that it alone excludes, as long as that cuts more elements; returns the result.
 
     In a network of convolutions, for example, the channels between blocks cost the least for each element, but exclude
     the inner channels of every block. What is sent more for each element that is gained has a limit: heads that all
@@ -248,9 +249,10 @@ def _most(found: _Candidates, taken: _Candidates) -> _Candidates:
 
 
 def _partly_summed(cuts: Sequence[bytes | None], features: int | None) -> list[int]:
-    """Returns the dims of which some elements are cut and others on all ranks, but for the dim of output ``features``.
+    """Returns the dims of which some elements are cut and others are on all ranks; the dim ``features`` is left out.
 
-    Operators sum over such a dim, or take no such parts: what all ranks hold would count several times.
+    ``features`` is the dim of output features. Operators sum over any other such dim, where what all ranks hold would
+    count several times, or do not run on it.
     """
     return [dim for dim, cut in enumerate(cuts) if cut is not None and ALL in cut and dim != features]
 
@@ -352,11 +354,14 @@ _TURNS: Mapping[str, Callable[..., tuple[int, ...]]] = {
     "transpose": _transposed,
     "permute": lambda dims, _, order: tuple(dims[each] for each in order),
 }
-"""Views of a weight, and the dims of the weight that theirs are, from those of the weight before and its shape."""
+"""For each operator that makes a view of a weight, a function that tells which dims of the weight the view's dims are.
+
+It takes these dims of the tensor before, that tensor's shape, and the call's other arguments.
+"""
 
 
 def _num_along(leaf: DimAxis, axis: DimAxis) -> int:
-    """Returns the number of elements of an axis in those of its parts that contain ``leaf``."""
+    """Returns how many elements of an axis lie in those of its concatenated parts that contain ``leaf``."""
     axis = root(axis)
     if axis.parts is not None:
         return sum(_num_along(leaf, part) for part in axis.parts)

@@ -67,7 +67,7 @@ class LinearNote(OperatorNote):
         return output_moves(self.step, self.axes, self.y)
 
     def apply(self, rank: Applying, path: str, module: Any) -> None:
-        """Multiplies this rank's features or rows, gathered or summed over each axis as the roles say."""
+        """Makes the layer multiply this rank's features or rows, gathered or summed over each axis as its roles say."""
         fetch = rank.fetch(own_names(rank.job.model, path)["weight"], self.fetches) if self.fetches else ()
         terms = [a.name for a, role in zip(self.axes, self.step.roles, strict=True) if role == "k"]
         product = replace(
@@ -100,7 +100,7 @@ class LinearNote(OperatorNote):
         yield "weight", self.fetches
 
     def num_sent(self) -> float:
-        """Returns the elements sent for the layer, and for an input that it pays for others too."""
+        """Returns the elements sent for the layer, and for an input that it shares with others, if counted here."""
         return self.elements
 
 
@@ -123,7 +123,7 @@ class EntryNote(OperatorNote):
         return input_moves(self.step, self.axes, self.x)
 
     def apply(self, rank: Applying, path: str, module: Any) -> None:
-        """Gathers the module's input once, in front of its forward."""
+        """Makes the module gather its input once, before its forward, for all layers that share it."""
         around = gathering(module, rank.moves(self.input_moves()), compiles=rank.compiles)
         wrap(module, Rung.ENTRY, "gathers its input for all its layers at once", by=rank.mode.name, around=around)
 
@@ -136,7 +136,9 @@ class EntryNote(OperatorNote):
 
 
 def place_chain(draft: PlanDraft, chain: LayerChain, use: FeatureUse) -> None:
-    """Plans column-parallel layers and the row-parallel one that takes their output, such as an MLP; ``use`` is theirs.
+    """Plans a chain: column-parallel layers and the row-parallel one that takes their output, such as an MLP.
+
+    ``use`` is the call of the chain, as traced.
 
     Raises: GridError: the features between them are too few for the grid, and the layers around them are cut.
     """
@@ -185,7 +187,10 @@ def place_chain(draft: PlanDraft, chain: LayerChain, use: FeatureUse) -> None:
 
 
 def place_single(draft: PlanDraft, path: str, start: States, stop: States, *, flows: bool = True) -> None:
-    """Plans the cut of one Linear between two states; ``flows``: its input needs a gradient."""
+    """Plans the cut of one Linear between two states (by axis: T rows, F features cut, C copied).
+
+    ``flows``: its input needs a gradient. A layer that is too small for the grid raises GridError.
+    """
     layer = draft.model.get_submodule(path)
     assert isinstance(layer, nn.Linear)
     choice = draft.mode.choose(

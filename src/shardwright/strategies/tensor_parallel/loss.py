@@ -43,7 +43,7 @@ class LossNote(OperatorNote):
     num_numbers: int
 
     def apply(self, rank: Applying, path: str, module: Any) -> None:
-        """Computes the cross entropy from this rank's classes, and sums it over the ranks that hold the others."""
+        """Makes the loss compute the cross entropy from this rank's classes, and sum it over ranks with the others."""
         assert isinstance(module, CrossEntropy)
         start = self.vocabulary.held(rank.coord)[0][0]
         gathers = rank.moves(self.gathers)

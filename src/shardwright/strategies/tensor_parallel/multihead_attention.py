@@ -102,7 +102,7 @@ class MultiheadNote(OperatorNote):
         return tuple(each for each in output_moves(self.after, self.axes, self.y) if each.kind != "features")
 
     def apply(self, rank: Applying, path: str, module: Any) -> None:
-        """Computes the heads of this rank; the out-projection inside has a note of its own."""
+        """Makes the module compute this rank's heads; for the out-projection inside the plan has another entry."""
         assert isinstance(module, nn.MultiheadAttention)
         heads = tuple(h for a, b in self.heads.held(rank.coord) for h in range(a, b))
         fetch = {own: rank.fetch(name, axes) for own, name, axes in self.projections}
@@ -117,7 +117,7 @@ class MultiheadNote(OperatorNote):
         rank.operator(module, "attention over this rank's heads", partial(multihead, module, part))
 
     def traffic(self, here: RankTraffic, path: str, call: ModuleCall) -> Iterator[Traffic]:
-        """Yields the collectives of one call but for the out-projection, which has a note of its own."""
+        """Yields the collectives of one call but for the out-projection, for which the plan has another entry."""
         attention, frozen = call.call, here.plan.frozen
         assert attention is not None, "an attention was called"
         moved, before = self.input_moves(), self.before.rows_before
@@ -188,7 +188,7 @@ def _child(path: str, own: str) -> str:
 
 
 def _choose(draft: PlanDraft, module: nn.MultiheadAttention) -> RoleChoice | None:
-    """Returns roles that give each rank whole heads, or if none fit, parts of heads over one axis; else None."""
+    """Returns how axes cut the layers to give each rank whole heads, or else parts of heads over one axis, or None."""
     mode, num_heads, width = draft.mode, module.num_heads, module.embed_dim
     whole, layers = mode.states(False), (Layer(width, 3 * width), Layer(width, width))
 

@@ -33,7 +33,7 @@ class NormNote(OperatorNote):
     centered: bool
 
     def apply(self, rank: Applying, path: str, module: Any) -> None:
-        """Normalises this rank's features by the statistics of all, combined over the axes that cut them."""
+        """Makes the norm normalise this rank's features by statistics of all, combined over the axes that cut them."""
         splits = tuple((rank.axes[name], self.features.sizes(rank.coord, name)) for name in self.features.names)
         rank.operator(module, "norm of cut features", partial(cut_norm, module, self.features.size, splits))
 

@@ -212,9 +212,9 @@ def _may_read_by_values(model: nn.Module, recording: Recording) -> bool:
 
 
 def _attention_of(model: nn.Module, name: str) -> set[str]:
-    """Returns the path of the ``nn.MultiheadAttention`` that reads a parameter of its output projection itself, if any.
+    """Returns the path of the ``nn.MultiheadAttention`` whose output projection has the parameter ``name``.
 
-    ``name`` is the parameter's.
+    The attention reads that parameter itself, without calling the projection. For any other parameter the set is empty.
     """
     path = name.rpartition(".")[0].rpartition(".")[0]
     return {path} if isinstance(model.get_submodule(path), nn.MultiheadAttention) else set()
@@ -240,7 +240,7 @@ def _cut_parts(plan: Plan, parts: Mapping[str, TensorPart], axis: str) -> tuple[
 
 
 def _ranges(cut: bytes, size: int) -> Ranges:
-    """Returns the index ranges of a dim that each index of the axis holds."""
+    """Returns the ranges of a dim that each of ``size`` ranks holds; ``cut`` has the rank of each element."""
     return tuple(_runs(cut, rank) for rank in range(size))
 
 

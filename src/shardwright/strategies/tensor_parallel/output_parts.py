@@ -31,7 +31,7 @@ from shardwright.sharding.tensor_part import TensorPart, tagged
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode, writes
 
 OWN_CODE = "its own code on parts of tensors"
-"""What the record of a loss says of code that gets parts of the logits."""
+"""What ``run.explain`` says of a loss whose code gets parts of the logits."""
 
 
 class OutputParts:
@@ -95,7 +95,7 @@ class OutputParts:
         return self._told(self._taken[key], "the loss is not F.cross_entropy on the logits alone")
 
     def _told(self, takes: bool, why: str) -> bool:
-        """Writes into the record of the loss, for ``run.explain("(loss)")``, why its logits are gathered, if so."""
+        """Returns ``takes``; writes into the loss's entry of ``run.explain`` why its logits are gathered, if so."""
         if takes != self._last:
             self._last = takes
             rename(

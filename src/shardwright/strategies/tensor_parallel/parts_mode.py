@@ -61,7 +61,10 @@ _OF_MEMORY: Mapping[Any, Callable[[Tensor, TensorPart], Any]] = {
     Tensor.stride: lambda x, part: like(x, part.shape).stride(),
     Tensor.nbytes.__get__: lambda x, part: prod(part.shape) * x.element_size(),  # type: ignore[attr-defined]
 }
-"""What code asks of a tensor's memory. Strides are those of a whole tensor whose dims lie in the same order."""
+"""Functions that ask for facts of a tensor's memory, with what is answered for a shard: those of the whole tensor.
+
+Strides are those of a whole tensor whose dims lie in the same order.
+"""
 
 _READS = frozenset(
     (Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__contains__,
@@ -80,7 +83,7 @@ _OF_VOCABULARY: Mapping[Any, Callable[..., Tensor | None]] = {
     functional.cross_entropy: cross_entropy_on_parts,
     functional.embedding: embedding_on_parts,
 }
-"""Functions with sums of their own over the ranks that hold other rows of a table, or other classes."""
+"""Functions for which others run on shards, with sums over the ranks that hold other rows of a table, or classes."""
 
 _RESHAPES_IN_PLACE = frozenset(
     (Tensor.unsqueeze_, Tensor.squeeze_, Tensor.transpose_, Tensor.t_, Tensor.swapaxes_, Tensor.swapdims_)
@@ -149,7 +152,10 @@ class PartsMode(TorchFunctionMode):
         return self._call(func, args, named)
 
     def _answer(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Answers a question about a tensor: its size, what is the same of a shard, or its values."""
+        """Answers a question about a tensor: its size, what is the same of a shard, or its values, all-gathered.
+
+        Any function that is no such question runs as a call on shards.
+        """
         part = tagged(args[0]) if args and isinstance(args[0], Tensor) else None
         if part is not None:
             size = _SIZES_OF_WHOLE.get(func)
@@ -191,7 +197,10 @@ class PartsMode(TorchFunctionMode):
         return planned.run(self, func, args, named, tensors)
 
     def on_whole(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Runs a call that cannot run on shards on tensors that are all-gathered first."""
+        """Runs a call that cannot run on shards on tensors that are all-gathered first, and counts it in ``gathered``.
+
+        Raises PlanError for a call that writes to its first argument.
+        """
         name = getattr(func, "__name__", str(func))
         if writes(func):
             raise _no_write(name)
@@ -210,7 +219,10 @@ class PartsMode(TorchFunctionMode):
                 raise _no_write(getattr(func, "__name__", str(func)))
 
     def _planned(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> CallPlan | None:
-        """Returns the plan of a call; None if it cannot run on shards and so runs on whole tensors."""
+        """Returns the plan of a call; None if it cannot run on shards and so runs on whole tensors.
+
+        Raises PlanError for a call that writes to a shard and needs the whole.
+        """
         if func in _RESHAPES_IN_PLACE:  # its tag would still be of the shape before
             raise _no_write(func.__name__)
         self.num_planned += 1
@@ -265,7 +277,7 @@ class PartsMode(TorchFunctionMode):
         return whole if order == sorted(order) else whole.index_select(dim, _inverse(order, x.device))
 
     def _gather_partly(self, x: Tensor, dim: int, cut: bytes) -> Tensor:
-        """Returns a tensor with a dim all-gathered of which every rank holds some of the same elements."""
+        """Returns a tensor with a dim all-gathered of which some elements are on every rank already."""
         mine = held(cut, self.axis.index)
         own = [at for at, index in enumerate(mine) if cut[index] != ALL]
         common = [at for at, index in enumerate(mine) if cut[index] == ALL]

@@ -47,7 +47,7 @@ def recorded_run(job: Job) -> RecordedRun | None:
 
 
 def record_of_own_code(job: Job) -> RecordedRun | None:
-    """Returns :func:`recorded_run` of a model with code of its own; None for one of torch's and our own layers."""
+    """Returns :func:`recorded_run` of a model with code of its own; None if all layers are torch's or the library's."""
     return None if all(map(is_known, job.model.modules())) else recorded_run(job)
 
 

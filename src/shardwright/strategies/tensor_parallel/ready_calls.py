@@ -24,7 +24,7 @@ _TENSORS = frozenset((Tensor, nn.Parameter))
 _ATOMS = frozenset((type(None), bool, int, float, str, type(...), torch.dtype, torch.device, torch.Size))
 
 Fill = Callable[[Sequence[Any]], Any]
-"""Makes arguments or results of the values of a call's slots."""
+"""A function from the tensors of a call plan, by slot number, to arguments or results with these in place."""
 
 
 def has_part(values: Iterable[Any]) -> bool:
@@ -107,7 +107,7 @@ class ReadyCall:
     __slots__ = ("_given", "_made", "_num_slots", "_results", "_steps", "run", "runs_as_is")
 
     run: Callable[[CallHost, Any, tuple[Any, ...], dict[str, Any], Sequence[Tensor]], Any]
-    """Runs the call: of a mode, the function, its arguments, and the tensors among these."""
+    """Runs the call; it takes a mode, the function, its arguments (positional, named), and the tensors among these."""
 
     def __init__(self, plan: CallPlan | None) -> None:
         self.runs_as_is = plan is not None and plan.runs_as_is
@@ -150,7 +150,7 @@ def _run_on_whole(
 
 
 class _ReadyStep:
-    """One operator of a plan, made ready to run."""
+    """One operator of a call plan, made ready: what does not depend on the tensors is decided."""
 
     __slots__ = ("addend", "addend_dim", "args", "changes", "function", "named", "results", "summed", "written")
 
@@ -164,7 +164,11 @@ class _ReadyStep:
         self.addend, self.addend_dim = step.addend, step.addend_dim
 
     def run(self, mode: CallHost, values: list[Any]) -> None:
-        """Runs the operator on the tensors in ``values``, and puts its results there."""
+        """Runs the operator on the tensors in ``values``, and puts its results there.
+
+        Operands are gathered or sliced before, and results that are partial sums are all-reduced, as the plan says. A
+        write to a copy, where one device would have a view, raises the error of :meth:`CallHost.refuse_write`.
+        """
         for slot in self.written:
             if COPIED in values[slot].__dict__:
                 raise mode.refuse_write(self.function)
@@ -192,7 +196,7 @@ class _ReadyStep:
 
 
 def filling(tree: Any) -> Fill:
-    """Returns a function from the values of slots to a tree of arguments or results with these in place of the slots.
+    """Returns a function that puts values in the place of a tree's slots; the tree has a call's arguments or results.
 
     >>> filling((Slot(1), [2, Slot(0)]))("ab")
     ('b', [2, 'a'])

@@ -48,7 +48,7 @@ from shardwright.strategies.tensor_parallel.traffic_cuts import traffic_cuts
 from shardwright.strategy import check_own_writes
 
 SOME = 1e-9
-"""A share of the parameter bytes that stands for anything at all: whatever is cut is a larger share."""
+"""A share of the parameter bytes that is below that of any plan that cuts anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ class TensorParallel:
         return traffic(plan, batch, coord, self.mode(plan))
 
     def traffic_cuts(self, plan: Plan) -> TrafficCuts:
-        """Returns the cuts of features and the moves of rows that :meth:`traffic` reads from the plan's notes."""
+        """Returns the cuts of features, and the gathers and cuts of rows, that :meth:`traffic` reads from the plan."""
         return traffic_cuts(plan)
 
 

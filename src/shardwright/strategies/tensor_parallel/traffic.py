@@ -39,7 +39,7 @@ def traffic(plan: Plan, batch: StepCalls, coord: Coord, mode: Mode) -> tuple[Tra
 
 @dataclass
 class RankTraffic:
-    """One microbatch on the rank at ``coord``, of which notes state the collectives.
+    """One microbatch on the rank at ``coord``, for which the plan's notes (entries for modules) state the collectives.
 
     ``trained`` are the paths of modules with parameters that are trained, and ``weights`` the names of their weights.
     """
@@ -79,7 +79,11 @@ class RankTraffic:
     def taken(
         self, moves: Sequence[AxisMove], rows: RowMoves, x: Features, call: ModuleCall, *, again: bool = False
     ) -> Iterator[Traffic]:
-        """Yields the all-gathers of an input, and the reduce-scatters or all-reduces of its gradient."""
+        """Yields the all-gathers of an input, and the reduce-scatters or all-reduces of its gradient.
+
+        ``moves`` are the input's collectives; before them ``rows`` and ``x`` say how its rows and features are cut.
+        With ``again`` the backward all-gathers it once more.
+        """
         of_each = self.rows_each(call.x_shape)
         shape = (self.num_rows(rows, call.x_shape), width(x.held(self.coord)))
         for each in moves:

@@ -16,7 +16,7 @@ from shardwright.strategies.tensor_parallel.roles import RoleStep
 
 
 def traffic_cuts(plan: Plan) -> TrafficCuts:
-    """Returns the cuts of features and the moves of rows in the notes of a plan, each once.
+    """Returns the feature cuts and row moves in a plan's notes (its entries for modules), each once.
 
     Where several ranks compute one head, some features are in several parts; ``AlikeRanks`` then takes every rank for
     itself.
@@ -33,7 +33,7 @@ def traffic_cuts(plan: Plan) -> TrafficCuts:
 
 
 def _inside(value: Any) -> Iterator[FeatureParts | RowMoves]:
-    """Yields the cuts of features, and the moves of rows, that a note holds or makes."""
+    """Yields the feature cuts and row moves in a note (a module's entry in the plan)."""
     if isinstance(value, Features):
         yield FeatureParts(value.size, value.names, value.parts)
     elif isinstance(value, RoleStep):
@@ -58,7 +58,7 @@ def _is_moves(value: tuple[Any, ...]) -> bool:
 
 
 def _parts_of(note: PartsNote, plan: Plan) -> Iterator[FeatureParts]:
-    """Yields the cuts of a model that runs on tensor shards; those of its parameters are in the plan as well."""
+    """Yields the cut of each sharded dim of a model that runs on tensor shards; parameters' are in the plan too."""
     if note.axis is None:
         return
     for part in note.parts.values():

@@ -178,7 +178,7 @@ class FlatParameter:
             parameter.grad = None
 
     def _parts_of_sums(self) -> list[Tensor]:
-        """Returns the parameters' parts of the buffer for ``fp32_sums``, which is allocated on the ranks' device."""
+        """Returns the parameters' parts of the buffer for ``fp32_sums``, and allocates it if there is none."""
         if self._sums is None:
             self._sums = self._placeholder.new_empty(sum(self.sizes), dtype=self.shard.dtype)
         return list(self._sums.split(self.sizes))
@@ -214,11 +214,11 @@ class FlatParameter:
         self.shard_gradient = gradient if self.shard_gradient is None else self.shard_gradient.add_(gradient)
 
     def summing(self) -> Iterator[Tensor]:
-        """Yields the tensors in which gradients are summed that are not published yet."""
+        """Yields the tensors that sum gradients until these are published (set as ``.grad``)."""
         return (each for each in (self.shard_gradient, self._sums) if each is not None)
 
     def discard_gradients(self) -> None:
-        """Drops all gradients of the parameters and of the shard that are not published yet.
+        """Drops all gradients of the parameters and of the shard that are not published (set as ``.grad``) yet.
 
         It is called before each step and each evaluation, because the step before may have failed.
         """

@@ -164,7 +164,8 @@ class Prefetcher:
         """Returns a context around a forward or backward, in which groups are unsharded when they are used.
 
         Stage 3 reshards all groups at the end, and its backwards unshard also those groups that only the forward has
-        used, so that every rank makes the same calls.
+        used, so that every rank makes the same calls. A forward of stage 3 that uses ``torch.func.grad`` raises
+        PlanError.
         """
         forward = action.kind == "F"
         if self.reshard_after_use:  # weight gradients (W) are computed without weights

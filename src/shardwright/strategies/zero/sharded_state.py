@@ -296,7 +296,7 @@ class FSDPState:
         self._microbatches_left[name] = self._microbatches_left.get(name, self.num_microbatches) - 1
 
     def _finish_reduction(self) -> None:
-        """Waits for the oldest reduce-scatter under way; publishes the group's gradients if they are complete."""
+        """Waits for the oldest reduce-scatter under way, and sets ``.grad`` if the group's gradients are complete."""
         name, reducing = self._reducing.pop(0)
         for flat, pending in reducing:
             flat.accumulate_shard(pending.wait())

@@ -149,7 +149,7 @@ class Zero:
         return tuple(found)
 
     def traffic_cuts(self, plan: Plan) -> TrafficCuts:
-        """Returns no cuts: the messages have the sizes of unsharded parameters, equal along the axis."""
+        """Returns no cuts: messages have the sizes of unsharded parameters, in the plan, and equal along the axis."""
         return TrafficCuts()
 
 
@@ -209,7 +209,10 @@ def _num_prefetch(plan: Plan) -> int:
 
 
 def _offload_target(plan: Plan) -> OffloadTarget | None:
-    """Returns where shards and optimizer state are offloaded, host memory or disk; None if they are not."""
+    """Returns where shards and optimizer state are offloaded, host memory or disk; None if they are not.
+
+    Raises LayoutError for any other place.
+    """
     option = plan.layout.chosen("dp").option("offload")
     if option is None:
         return None

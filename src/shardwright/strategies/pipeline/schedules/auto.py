@@ -69,7 +69,10 @@ def search(
 def _cuts(
     num_stages: int, times: ChunkTimes | Sequence[ChunkTimes], max_chunks_per_stage: int
 ) -> dict[int, ChunkTimes]:
-    """Returns the given chunk times by number of chunks, fewest first."""
+    """Returns the given chunk times by number of chunks, fewest first.
+
+    Raises LayoutError for a number of chunks that does not fit the stages or comes twice.
+    """
     given = [times] if isinstance(times, ChunkTimes) else list(times)
     cuts = {of_cut.num_chunks: of_cut for of_cut in given}
     allowed = [num_stages * per_stage for per_stage in range(1, max_chunks_per_stage + 1)]
@@ -86,7 +89,10 @@ def _cuts(
 def _bytes(
     cuts: Mapping[int, ChunkTimes], memory: ChunkMemory | Sequence[ChunkMemory] | None, limit_bytes: int | None
 ) -> dict[int, ChunkMemory]:
-    """Returns the chunks' bytes by number of chunks; without a limit, a microbatch has one total in every cut."""
+    """Returns the chunks' bytes by number of chunks; without a limit, a microbatch has one total in every cut.
+
+    Raises LayoutError if the bytes of a cut are missing.
+    """
     if memory is None and limit_bytes is None:
         microbatch_bytes = math.lcm(*cuts)
         return {num_chunks: ChunkMemory.equal(num_chunks, microbatch_bytes // num_chunks) for num_chunks in cuts}
