@@ -381,6 +381,26 @@ class InFloat32(nn.Module):
         return self.last(torch.relu(self.first(x.float() / 255)))
 
 
+class FillsWithTheLeast(nn.Module):
+    """Fills a float32 mask with the least number of the dtype that it computes in, which float64 has none for."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(6, 8), nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        y = self.table(x)
+        mask = torch.full((len(x[0]),), torch.finfo(y.dtype).min, dtype=torch.float32)
+        return (self.down(torch.relu(self.up(y))) + mask.exp()[:, None]).mean(1)
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2"])
+def test_a_forward_that_cannot_be_recorded_in_float64_is_compared_in_float32(line):
+    verdict = verify(FillsWithTheLeast(), line, [(torch.randint(6, (4, 5)), torch.randint(3, (4,)))])
+    assert verdict.equal, str(verdict)
+    assert "compared in float32" in str(verdict)
+
+
 @pytest.mark.parametrize("line", ["dp2", "tp2"])
 def test_a_model_that_runs_in_float32_alone_is_compared_in_it_and_the_verdict_says_so(line):
     batch = torch.randint(255, (4, 6), dtype=torch.uint8), torch.randint(3, (4,))

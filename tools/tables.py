@@ -498,10 +498,33 @@ def planner() -> str:
 
 def planner_unmeasured() -> str:
     """Measured seconds as multiples of predicted ones, on machines of which nothing was measured."""
-    lines = ["| accelerators | runs | one in twenty below | median | one in twenty above |", "|---" * 5 + "|"]
+    lines = ["| accelerators | predicted by | runs | one in twenty below | median | one in twenty above |"]
+    lines.append("|---" * 6 + "|")
     for row in newest("planner_unmeasured")["table"]:
         shares = " | ".join(f"{row[key]:.2f}" for key in ("p5", "median", "p95"))
-        lines.append(f"| {row['gpu']} | {row['runs']} | {shares} |")
+        lines.append(f"| {row['gpu']} | {row['predicted_by']} | {row['runs']} | {shares} |")
+    return "\n".join(lines)
+
+
+def planner_unmeasured_errors() -> str:
+    """Errors of steps that were predicted where nothing was measured, with an anchor and without, and a baseline's."""
+    heads = "accelerators | predicted by | error: mean | median | with one anchor: mean | median"
+    lines = [f"| {heads} |", "|---" * 6 + "|"]
+    rows = {(row["gpu"], row["predicted_by"], row["anchors"]): row for row in newest("planner_unmeasured")["errors"]}
+    for (gpu, said, anchors), row in rows.items():
+        if not anchors:
+            shares = (f"{each[key]:.1%}" for each in (row, rows[gpu, said, 1]) for key in ("mean", "median"))
+            lines.append(f"| {gpu} | {said} | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
+def planner_tables() -> str:
+    """How far simulated bubbles are off those of the zero-bubble papers."""
+    said = {"fitted": "named schedules, fewest microbatches: fitted", "held out": "named schedules, more: held out"}
+    lines = ["| schedules | bubbles | mean error, points | worst |", "|---" * 4 + "|"]
+    for row in newest("planner_tables")["table"]:
+        what = said.get(row["what"], f"`{row['what']}`, searched")
+        lines.append(f"| {what} | {row['bubbles']} | {row['mean']:.2f} | {row['worst']:.2f} |")
     return "\n".join(lines)
 
 
@@ -831,7 +854,9 @@ TABLES = {
     "planner_own": planner_own,
     "planner_search": planner_search,
     "planner_speed": planner_speed,
+    "planner_tables": planner_tables,
     "planner_unmeasured": planner_unmeasured,
+    "planner_unmeasured errors": planner_unmeasured_errors,
     "kills": kills,
     "ends": ends,
     "saves": saves,

@@ -21,6 +21,7 @@ class Between(nn.Module):
     def __init__(self, between, inner=None):
         super().__init__()
         self.first, self.last, self.between, self.inner = nn.Linear(6, 8), nn.Linear(8, 4), between, inner
+        self.register_buffer("places", torch.tensor([0, 1]))
 
     def forward(self, x):
         return self.last(self.between(self, self.first(x), x))
@@ -65,7 +66,24 @@ def as_signal(y):
     return y.T[None]
 
 
+PLACES = torch.tensor([0, 1])
+
+
+def put(m, y, x):
+    return y + torch.zeros_like(y).index_add(0, torch.arange(len(y)) // 2, y)
+
+
 MEET = {
+    "index by numbers": lambda m, y, x: y - y[torch.tensor([0, 1])].sum(0),
+    "index by numbers of before": lambda m, y, x: y - y[PLACES].sum(0),
+    "index_select by numbers": lambda m, y, x: y - y.index_select(0, PLACES).sum(0),
+    "index by a buffer": lambda m, y, x: y - y[m.places].sum(0),
+    "gather by a buffer": lambda m, y, x: y - y.gather(0, m.places[:, None].expand(2, 8)).sum(0),
+    "gather backwards": lambda m, y, x: y - y.gather(0, backwards(y)[:, None].expand_as(y)),
+    "gather along a dim": lambda m, y, x: y - torch.take_along_dim(y, m.places[:, None], 0).sum(0),
+    "index_add to places": lambda m, y, x: y + torch.zeros_like(y).index_add(0, m.places.repeat(4), y),
+    "index_add of pairs": put,
+    "scatter_add": lambda m, y, x: y + torch.zeros_like(y).scatter_add(0, m.places.repeat(4)[:, None].expand(8, 8), y),
     "split": views_by_chunk,
     "slice": lambda m, y, x: y - y[:1],
     "slice of neighbours": lambda m, y, x: y + functional.pad(y.diff(dim=0), (0, 0, 1, 0)),
@@ -132,6 +150,9 @@ APART = {
     "one of each sample's tokens": last_of_each,
     "one feature of each sample": lambda m, y, x: y + y[torch.arange(len(y)), y.argmax(1)][:, None],
     "rows that are put back": sorted_and_put_back,
+    "places that sizes decide": lambda m, y, x: y + torch.zeros_like(y).index_add(0, torch.arange(len(y)), y),
+    "gathered in order": lambda m, y, x: y + y.gather(0, torch.arange(len(y))[:, None].expand_as(y)),
+    "features by a buffer": lambda m, y, x: y + y[:, m.places].sum(1, keepdim=True),
     "a convolution of each sample": lambda m, y, x: functional.conv1d(y[:, None], torch.ones(1, 1, 3), padding=1)[:, 0],
     "a window of one": lambda m, y, x: functional.conv1d(y.T[:, None], torch.ones(1, 1, 1))[:, 0].T,
     "attention inside of samples": lambda m, y, x: functional.scaled_dot_product_attention(*[y[:, None]] * 3)[:, 0],

@@ -37,6 +37,29 @@ class Mapped(nn.Module):
         return self.last(x)
 
 
+class Ensemble(nn.Module):
+    """Runs stacked parameters of its members through the code of the first, as torch's text on ensembles does."""
+
+    def __init__(self):
+        super().__init__()
+        self.members, self.last = nn.ModuleList(Block() for _ in range(3)), Block()
+
+    def forward(self, x):
+        first, *_ = self.members
+        stacked = {
+            name: torch.stack([member.get_parameter(name) for member in self.members])
+            for name, _ in first.named_parameters()
+        }
+        each = torch.vmap(lambda own, y: torch.func.functional_call(first, own, (y,)), (0, None))(stacked, x)
+        return self.last(each.mean(0))
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp2/sp", "dp2/zero3"])
+def test_members_that_no_code_calls_but_whose_weights_it_stacks_are_whole_like_the_one_it_calls(line):
+    verdict = verify(Ensemble(), line, BATCHES, loss=nn.MSELoss())
+    assert verdict.equal, str(verdict)
+
+
 class Force(nn.Module):
     """Minus the gradient of an energy, as models of molecules compute it."""
 

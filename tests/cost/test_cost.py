@@ -38,6 +38,36 @@ def test_figures_far_over_those_of_the_profile_are_warned_of(tmp_path):
     assert ["in_node_GB_per_s" in each or "bf16" in each for each in found] == [True, True]
 
 
+def test_links_that_may_be_given_both_ways_are_warned_of_without_a_profile_too(tmp_path):
+    path = tmp_path / "card.toml"
+    figures = 'type = "{}"\nmemory_GB = 80\nmemory_GB_per_s = 3350\nnum_multiprocessors = 132\n'
+    rest = "in_node_GB_per_s = {}\nbetween_nodes_GB_per_s = 25\n[peak_TFLOP_per_s]\nfp32 = 67\nbf16 = 989\n"
+
+    def warnings(kind, links):
+        path.write_text(figures.format(kind) + rest.format(links))
+        return Cluster.parse(f"{path}:1x8").device.warnings
+
+    assert warnings("cuda", 450) == ()
+    assert [each.partition(": ")[2] for each in warnings("cuda", 900)] == [
+        "in_node_GB_per_s = 900 is 0.27 of the memory's bandwidth; links of accelerators carry up to 0.25 of it one "
+        "way: is it of both ways?"
+    ]
+    assert warnings("cpu", 900) == ()
+
+
+def test_constants_of_a_profile_are_those_of_clusters_and_files_that_name_it(tmp_path):
+    path = tmp_path / "here.toml"
+    path.write_text('profile = "h100-80gb"\n[constants]\nmatmul_efficiency = 0.7\n')
+    named, changed, other = (
+        Cluster.parse(each).constants for each in ("h100-80gb:1x8", f"{path}:1x8", "b200:1x8")
+    )  # fmt: skip
+    assert named.matmul_efficiency < Constants().matmul_efficiency
+    assert (changed.matmul_efficiency, changed.attention_efficiency) == (0.7, named.attention_efficiency)
+    assert named.sources == dict.fromkeys(("matmul_efficiency", "attention_efficiency"), "published")
+    assert changed.sources == {**named.sources, "matmul_efficiency": "guess"}
+    assert other == Constants()
+
+
 @pytest.mark.parametrize("text", ["memory_GBs = 94", '[constants]\nsource = "hearsay"', "[constants]\nlaunch_s = true"])
 def test_a_file_with_keys_or_values_that_mean_nothing_is_refused(tmp_path, text):
     path = tmp_path / "card.toml"

@@ -360,3 +360,15 @@ class Annealed(nn.Module):
 def test_a_module_that_counts_its_own_steps_is_looked_at():
     loss = Annealed()
     assert any("differs from one device" in each for each in in_a_step(loss))
+
+
+def test_a_half_in_which_a_mean_selects_nothing_is_a_difference():
+    def selected(output, targets):
+        return functional.cross_entropy(output[targets > 0], targets[targets > 0])
+
+    output = torch.arange(12.0).view(4, 3)
+    found = difference_of_halves(as_loss(sw.MeanLoss(selected)), output, torch.tensor([1, 2, 0, 0]))
+    assert found is not None
+    assert torch.tensor(found).isnan().tolist() == [False, True]
+    ignoring = sw.MeanLoss(lambda y, t: functional.cross_entropy(y, t, ignore_index=-100))
+    assert difference_of_halves(as_loss(ignoring), output, torch.tensor([1, 2, -100, -100])) is None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwright.cost.cluster import Cluster
+from shardwright.cost.device import profiles
 from shardwright.errors import LayoutError, PlanError
 from shardwright.planner.anchors import UNKNOWN, UNMEASURED, TimeScale, parse_anchor, scale_of
 from shardwright.planner.plans import plan_layouts
@@ -64,9 +65,13 @@ def test_where_nothing_was_measured_the_interval_is_that_of_published_runs_and_t
     found, anchored = plans(), plans(anchors={"dp2": 0.01})
     assert found.interval(1.0) == UNMEASURED["a100-80gb"][::2]
     assert "never measured on a100-80gb with this library" in found.why(found.best)
-    assert "on a100-80gb took longer than predicted: nine in ten 1.10 to 1.41 times as long" in found.text()
+    assert "on a100-80gb took, nine in ten of them, 0.92 to 1.20 times as long as predicted" in found.text()
+    assert "fitted            matmul_efficiency 0.694, attention_efficiency 0.476" in found.text()
     elsewhere = plan_layouts(model(), "b200:1x2", BATCH, layout="dp2")
     assert elsewhere.interval(1.0) == UNKNOWN[::2]
+    assert "guesses, which published runs on A100s and H100s exceeded" in elsewhere.why(elsewhere.best)
+    assert "took longer than predicted: nine in ten 1.08 to 1.89 times as long, half" in elsewhere.text()
+    assert "fitted" not in dict(elsewhere.notes())
     assert anchored.interval(1.0)[1] == pytest.approx(1 / (1 - anchored.scale.error))
     assert "never measured" not in anchored.text()
 
@@ -86,12 +91,32 @@ def test_the_step_to_reckon_with_lies_within_its_interval_in_text_and_data():
 
 
 def test_the_error_where_nothing_was_measured_is_that_of_the_newest_rows():
+    found = newest_rows()
+    by_default, fitted = (
+        {row["gpu"]: [round(row[name], 2) for name in ("p5", "median", "p95")] for row in found["table"]
+         if row["predicted_by"].startswith(said)}
+        for said in ("default", "constants fitted")
+    )  # fmt: skip
+    fitted.pop("all")
+    assert {name: [*each[:3]] for name, each in UNMEASURED.items()} == {**fitted, "h200-141gb": fitted["h100-80gb"]}
+    _, median, _ = by_default.pop("all")
+    lowest, highest = min(each[0] for each in by_default.values()), max(each[2] for each in by_default.values())
+    assert UNKNOWN[:3] == (lowest, median, highest)
+
+
+def test_profiles_have_the_constants_that_were_fitted_to_the_newest_rows():
+    fitted = newest_rows()["constants"]
+    with_constants = [name for name in profiles() if Cluster.parse(f"{name}:1x8").constants.sources]
+    assert sorted(with_constants) == sorted(UNMEASURED)
+    for name in with_constants:
+        constants = Cluster.parse(f"{name}:1x8").constants
+        kind = name.partition("-")[0].replace("h200", "h100")  # the same chip
+        assert {each: getattr(constants, each) for each in constants.sources} == fitted[kind]
+
+
+def newest_rows():
     folder = Path(__file__).resolve().parents[2] / "benchmarks" / "planner_unmeasured" / "results"
-    table = json.loads(max(folder.glob("*.json")).read_text())["table"]
-    rows = {each.pop("gpu"): [round(each[name], 2) for name in ("p5", "median", "p95")] for each in table}
-    (_, median, _) = rows.pop("all")
-    assert {name: [*each[:3]] for name, each in UNMEASURED.items()} == rows
-    assert UNKNOWN[:3] == (min(each[0] for each in rows.values()), median, max(each[2] for each in rows.values()))
+    return json.loads(max(folder.glob("*.json")).read_text())
 
 
 def test_an_anchor_that_cannot_be_on_the_cluster_is_refused():

@@ -267,7 +267,7 @@ def test_on_a_host_starting_operators_adds_to_computing_and_hidden_messages_cost
     def waterfall(**given):
         cluster = Cluster.parse("a100-80gb:1x2")
         device = replace(cluster.device, type=given.pop("type", "cuda"))
-        cluster = replace(cluster, device=device, constants=cluster.constants.with_values("measured", **given))
+        cluster = replace(cluster, device=device, constants=Constants().with_values("measured", **given))
         return plan_layouts(wide, cluster, rows, loss=CrossEntropy(), layout="dp2").best.waterfall
 
     on_host, on_card = waterfall(type="cpu"), waterfall()

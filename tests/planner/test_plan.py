@@ -327,7 +327,13 @@ def test_a_plan_has_the_number_of_parameters_and_the_notes_of_its_text_as_data()
     said = found.to_dict()
     assert said["num_parameters"] == 4 * (16 * 16 + 16)
     assert f"{said['num_parameters']:,} parameters; a step has 8 samples" in found.text()
-    assert [each.partition(": ")[0] for each in said["notes"]] == ["interval", "guesses", "memory", "gradients"]
+    assert [each.partition(": ")[0] for each in said["notes"]] == [
+        "interval",
+        "fitted",
+        "guesses",
+        "memory",
+        "gradients",
+    ]
     assert all(each.partition(": ")[2] in found.text() for each in said["notes"])
 
 
@@ -339,7 +345,7 @@ def test_a_plan_says_that_a_network_is_assumed_until_a_file_gives_it_and_that_na
         sources = {row["name"]: row["source"] for row in found.constants()}
         return dict(found.notes()), sources["between_nodes"]
 
-    assert said("h100-80gb:1x4")[0].keys() == {"interval", "guesses", "memory"}
+    assert said("h100-80gb:1x4")[0].keys() == {"interval", "fitted", "guesses", "memory"}
     notes, source = said("h100-80gb:2x2")
     assert notes["network"].startswith("25 GB/s of each accelerator to other nodes are assumed")
     assert source == "guess"

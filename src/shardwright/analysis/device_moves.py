@@ -28,16 +28,21 @@ TAKES_GRADIENT = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor
 def without_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Returns the arguments of a ``Tensor.to`` call besides the device, as (positional, named), or None if none remain.
 
-    Kept are a dtype, a memory format, and a tensor whose dtype to take. ``non_blocking`` and ``copy`` are dropped with
-    the device.
+    Kept are a dtype, a memory format, a tensor whose dtype to take, and that the result is to be a copy, into which
+    code may write. ``non_blocking`` is dropped with the device.
 
     >>> without_device(("cuda:1",), {}), without_device((torch.float16,), {})
     (None, ((torch.float16,), {}))
     >>> without_device(("cuda:1", torch.float16), {"non_blocking": True})
     ((torch.float16,), {})
+    >>> without_device(("cpu",), {"copy": True}), without_device(("cpu", torch.float16, False, True), {})
+    (((), {'copy': True}), ((torch.float16,), {'copy': True}))
     """
     rest = tuple(arg for arg in args if isinstance(arg, Tensor | fx.Node | torch.dtype))
     kept = {name: value for name, value in named.items() if name in ("dtype", "other", "memory_format")}
+    flags = [arg for arg in args if isinstance(arg, bool)]  # of positional ones the second is copy
+    if named.get("copy") or flags[1:] == [True]:
+        kept["copy"] = True
     return (rest, kept) if rest or kept else None
 
 

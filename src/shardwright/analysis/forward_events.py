@@ -44,7 +44,7 @@ from shardwright.analysis.hidden_outputs import unseen_outputs
 from shardwright.analysis.meta_device import buffers_put_back, on_meta
 from shardwright.analysis.meta_values import MetaValues
 from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.operator_results import tensors_of
+from shardwright.analysis.operator_results import check_not_nested, tensors_of
 from shardwright.analysis.tracer import is_autograd_function
 
 _HOOKS = frozenset([Tensor.register_hook, Tensor.register_post_accumulate_grad_hook])
@@ -334,6 +334,7 @@ class _ForwardRecorder(TorchFunctionMode):
         self.record.events.append(event)
 
     def _spec(self, tensor: Tensor, name: ValueName) -> GhostSpec:
+        check_not_nested(tensor)
         tag_value(tensor, name)
         self._made[name] = tensor.grad_fn
         learns = tensor.requires_grad

@@ -58,6 +58,12 @@ _ATOMS = frozenset(
 _TENSORS = (Tensor, nn.Parameter)
 
 
+def check_not_nested(tensor: Tensor) -> None:
+    """Raises ValueError for a nested tensor: its rows differ in size, and a record says which size a dim has."""
+    if tensor.is_nested:
+        raise ValueError("a nested tensor has rows that differ in size, which a record has no dims for")
+
+
 def tensors_of(tree: Any) -> list[Tensor]:
     """Returns the tensors in nested lists, tuples and dicts, in order, several times as fast as torch's tree functions.
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from shardwright.analysis.device_moves import TAKES_GRADIENT, call_on_meta
 from shardwright.analysis.meta_values import MetaValues, view_key
 from shardwright.analysis.module_log import ParameterUse
-from shardwright.analysis.operator_results import leaves_of, map_tensors, tensors_of
+from shardwright.analysis.operator_results import check_not_nested, leaves_of, map_tensors, tensors_of
 from shardwright.operator_schemas import written_arguments
 
 WHOLE_CALLS: dict[Callable[..., Any], tuple[str, ...]] = {
@@ -217,8 +217,9 @@ class Recorded(MetaValues):
     def use(self, tensor: Tensor, kind: str = "", name: str = "") -> TensorUse:
         """Returns the record of a tensor of the run (:class:`TensorUse`), a new one if it was not seen before.
 
-        ``kind`` and ``name`` are those of a new record.
+        ``kind`` and ``name`` are those of a new record. Raises: ValueError: it is a nested tensor.
         """
+        check_not_nested(tensor)
         key = view_key(tensor)
         if key not in self._uses:
             self._uses[key] = TensorUse(tuple(tensor.shape), tensor.dtype, kind, name)

@@ -6,7 +6,7 @@ takes samples apart and puts them together again, as a loop over the samples of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -31,6 +31,13 @@ _DIM_ARGUMENTS = {
 
 _MOVES = {"flip": 1, "roll": 2}
 """Operators that change the order along dims, and the number of the argument that names these."""
+
+_BY_INDEX = {
+    "gather": (0, 2), "index_add": (3, 2), "index_copy": (3, 2), "index_reduce": (3, 2), "scatter": (3, 2),
+    "scatter_add": (3, 2), "scatter_reduce": (3, 2),
+}  # fmt: skip
+"""Operators that move elements along a dim, argument 1, to or from places that a tensor of indices names, with the
+numbers of two arguments: what is moved, and the indices."""
 
 _COMBINES = frozenset((
     "_cdist_forward", "add", "addcdiv", "addcmul", "addmm", "atan2", "baddbmm", "bmm", "div", "dot", "fmod", "lerp",
@@ -60,8 +67,9 @@ class SampleDim(NamedTuple):
 
     @property
     def is_permuted(self) -> bool:
-        """Whether the rows belong to samples in another order than the batch's, and none of them twice."""
-        return self.rows != tuple(sorted(self.rows)) and len({*self.rows}) == len(self.rows)
+        """Whether samples are in another order than the batch's, and none twice; rows without a sample do not count."""
+        held = [row for row in self.rows if row != NO_SAMPLE]
+        return held != sorted(held) and len({*held}) == len(held)
 
 
 class SampleUse(NamedTuple):
@@ -106,11 +114,12 @@ def follow_samples(recording: Recording, axes: RunAxes) -> SampleFlow:
     batch = axes.of_samples(recording.inputs)
 
     def may_pick(call: RecordedCall) -> bool:
-        first = next(iter(call.operands), None)
+        by_index = _moved_by_index(call)
         picks = call.name == "index" or call.name.removesuffix("_copy") in _DIM_ARGUMENTS
-        if first is None or first.kind == "constant" or not picks:
+        moved = by_index[0] if by_index else next(iter(call.operands), None) if picks else None
+        if moved is None or moved.kind == "constant":
             return False
-        return any(not batch.isdisjoint(leaves(axis)) for axis in axes.of(first))
+        return any(not batch.isdisjoint(leaves(axis)) for axis in axes.of(moved))
 
     if not recording.rows_of_samples and not any(map(may_pick, recording.calls)):
         return SampleFlow()
@@ -171,16 +180,21 @@ class _SampleFollower:
         for use, rows_of in recording.rows_of_samples.items():
             first = SampleDim(rows_of) if use.shape and use.shape[0] == len(rows_of) > 1 else None
             self._values[use] = SampleUse(frozenset(rows_of), (first, *_none(use)[1:]) if use.shape else ())
+        self._of_all = set[TensorUse]()  # given to all ranks alike, such as indices of an input that is no batch
         for use in recording.inputs:
             if use.shape and use.shape[0] == recording.num_samples:
                 rows = SampleDim(tuple(range(recording.num_samples)))
                 self._values[use] = SampleUse(frozenset(rows.rows), (rows, *(None for _ in use.shape[1:])))
             else:
                 self._values[use] = SampleUse(None, tuple(None for _ in use.shape))
+                self._of_all.add(use)
 
     def follow(self, call: RecordedCall) -> None:
         """Notes what samples the results of the next operator are made of, and whether it combines picked ones."""
         self._note_slots(call)
+        self._note_by_index(call)
+        if all(use in self._of_all or use not in self._values for use in call.operands):
+            self._of_all.update(call.results)
         given = [self._values[use] for use in call.operands if use in self._values]
         if not given:
             for use in (*call.results, *call.written):
@@ -201,6 +215,24 @@ class _SampleFollower:
             results = self._combined(call, given)
         for use, value in zip(call.results, results, strict=True):
             self._values[use] = value
+
+    def _note_by_index(self, call: RecordedCall) -> None:
+        """Notes an operator that takes samples from, or puts them to, places that no sample decides.
+
+        The places are the numbers in a buffer, a constant or an input that is no batch, unless these are found to be
+        those of all samples in order.
+        """
+        for use, index, dim in _indexed_dims(call):
+            value = self._values.get(use)
+            rows = value.dims[dim] if value is not None and dim < len(value.dims) else None
+            if rows is None or (index in self._values and index not in self._of_all) or index.dtype is torch.bool:
+                continue
+            chosen = self._constant(index)
+            by_index = _moved_by_index(call) is not None  # of others a known index is followed
+            if chosen is None or (
+                by_index and not _keeps_order(call, rows, chosen.movedim(min(dim, chosen.dim() - 1), 0))
+            ):
+                self._note(call, [use], call.results)
 
     def _note_slots(self, call: RecordedCall) -> None:
         """Notes which samples a new tensor holds once code has written one to each index, as ``out[i] = ...`` does."""
@@ -395,6 +427,47 @@ class _SampleFollower:
         except (RuntimeError, TypeError):  # an operator that takes no tensors of the CPU, or none of these
             return None
         return found if isinstance(found, Tensor) and len(tree_leaves(found)) == 1 else None
+
+
+def _moved_by_index(call: RecordedCall) -> tuple[TensorUse, TensorUse] | None:
+    """Returns what an operator moves along a dim and the indices of the places, or None if it does no such thing."""
+    name = call.name.removesuffix("_")
+    if name not in _BY_INDEX:
+        return None
+    moved, index = (call.args[number] if number < len(call.args) else None for number in _BY_INDEX[name])
+    return (moved, index) if isinstance(moved, TensorUse) and isinstance(index, TensorUse) else None
+
+
+def _indexed_dims(call: RecordedCall) -> Iterator[tuple[TensorUse, TensorUse, int]]:
+    """Yields each dim along which an operator takes or puts elements by indices: the tensor, the indices, the dim."""
+    by_index = _moved_by_index(call)
+    if by_index is not None:
+        yield (*by_index, call.args[1] % max(len(by_index[0].shape), 1))
+    elif call.name == "index_select":
+        yield call.operands[0], call.operands[1], call.args[1] % max(len(call.operands[0].shape), 1)
+    elif call.name == "index" and isinstance(call.args[0], TensorUse):
+        for dim, index in enumerate(call.args[1]):
+            if isinstance(index, TensorUse):
+                yield call.args[0], index, dim
+
+
+def _keeps_order(call: RecordedCall, rows: SampleDim, index: Tensor) -> bool:
+    """Returns whether an operator of :data:`_BY_INDEX` leaves samples apart and in order; ``index`` has the dim first.
+
+    ``rows`` are the samples of what is moved. A tensor of indices that differs along other dims counts as in order.
+    """
+    each = index.reshape(len(index), -1) if index.dim() else index.reshape(1, 1)
+    places = each[:, 0]
+    if (each != places[:, None]).any():
+        return True
+    if call.name == "gather":
+        by_place = [rows.each[number] for number in places.tolist()]
+    else:
+        pairs = {*zip(places.tolist(), rows.each, strict=False)}
+        if len({place for place, _ in pairs}) < len(pairs):
+            return False  # samples meet in a place
+        by_place = [sample for _, sample in sorted(pairs)]
+    return by_place == sorted(by_place)
 
 
 def _none(use: TensorUse) -> tuple[SampleDim | None, ...]:

@@ -48,7 +48,8 @@ def once(backward: Callable[P, R]) -> Callable[P, R]:
                 "a gradient of a gradient does not go through layers that ranks share",
                 given="a backward with create_graph=True",
                 allowed="gradients of the first order",
-                fix="leave out create_graph, or do not shard the layers: dp4, or roles={'name': 'copied'}",
+                fix="leave out create_graph, or do not shard the layers: write dp in place of tp, or "
+                "roles={'LAYER': 'copied'}",
             )
         return backward(*args, **named)
 
@@ -61,7 +62,8 @@ def no_exchange_inside_transform(layer: str) -> PlanError:
         "ranks cannot exchange tensors inside of a transform",
         given=f"{layer}, called in a function that torch.vmap or torch.func transforms",
         allowed="in such a function layers that each rank computes whole",
-        fix="call the layer outside of the transform, or do not shard it: dp4, or roles={'name': 'copied'}",
+        fix="call the layer outside of the transform, or do not shard it: write dp in place of tp, or "
+        "roles={'LAYER': 'copied'}",
     )
 
 

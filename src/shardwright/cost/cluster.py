@@ -11,7 +11,16 @@ from typing import Any, get_args
 from shardwright.comm.recorder import ring_factor
 from shardwright.cost.calibration import Calibration, calibration_in, num_hops
 from shardwright.cost.constants import Constants, Source
-from shardwright.cost.device import NUMBERS, Device, device_of, figures_of, profile, profiles, read_table
+from shardwright.cost.device import (
+    NUMBERS,
+    Device,
+    device_of,
+    figures_of,
+    profile,
+    profile_table,
+    profiles,
+    read_table,
+)
 from shardwright.errors import LayoutError, PlanError
 from shardwright.nodes import Nodes
 
@@ -45,8 +54,8 @@ class Cluster:
 
         ``text`` is a profile's name or the path of a TOML file, alone or followed by ``:NODESxRANKS``. Without nodes in
         the text or the file, the cluster has ``num_ranks`` ranks, on nodes as full as that number allows, with 8 ranks
-        at most. A file may name a ``profile``, replace its figures, and give ``nodes = "128x8"`` and a table
-        ``[constants]``; one that ``shardwright calibrate`` wrote has measured operators, blocks and messages too.
+        at most. A file may name a ``profile``, replace its figures and constants, and give ``nodes = "128x8"`` and a
+        table ``[constants]``; one that ``shardwright calibrate`` wrote has measured operators, blocks and messages too.
 
         Raises: PlanError: the text has no nodes and ``num_ranks`` is None, there is no such profile, or the file or a
             value in it cannot be read. LayoutError: the nodes are not written as ``128x8``.
@@ -54,9 +63,7 @@ class Cluster:
         name, colon, nodes = text.partition(":")
         try:
             is_file = name.endswith(".toml")
-            found = (
-                cls.of_table(name, read_table(Path(name))) if is_file else cls(profile(name), Nodes(1, RANKS_PER_NODE))
-            )
+            found = cls.of_table(name, read_table(Path(name))) if is_file else cls._of_profile(name)
         except PlanError as error:
             if error.given != name or not nodes:
                 raise
@@ -91,6 +98,11 @@ class Cluster:
         has_nodes = bool(table.get("nodes"))
         nodes = Nodes.parse(str(table["nodes"])) if has_nodes else Nodes(1, RANKS_PER_NODE)
         return cls(device, nodes, constants, calibration_in(path, table), has_nodes)
+
+    @classmethod
+    def _of_profile(cls, name: str) -> Cluster:
+        """Returns one node of 8 ranks, with the device and the constants of a profile that comes with the library."""
+        return cls(profile(name), Nodes(1, RANKS_PER_NODE), _constants_in(name, profile_table(name)))
 
     @property
     def num_ranks(self) -> int:
@@ -186,7 +198,8 @@ def _device_in(path: str, table: Mapping[str, Any]) -> Device:
 
 
 def _constants_in(path: str, table: Mapping[str, Any]) -> Constants:
-    given = table.get("constants", {})
+    """Returns the constants of a file: its own, before those of its profile, before the defaults."""
+    base, given = table.get("profile"), table.get("constants", {})
     if not isinstance(given, Mapping) or not all(
         isinstance(each, int | float) and not isinstance(each, bool) for name, each in given.items() if name != "source"
     ):
@@ -197,4 +210,5 @@ def _constants_in(path: str, table: Mapping[str, Any]) -> Constants:
         allowed = ", ".join(get_args(Source))
         fix = 'write source = "measured", or leave it out'
         raise PlanError(f"the constants in '{path}' have no such source", given=source, allowed=allowed, fix=fix)
-    return Constants().with_values(source, **numbers)
+    usual = Constants() if base is None else _constants_in(str(base), profile_table(str(base)))
+    return usual.with_values(source, **numbers)

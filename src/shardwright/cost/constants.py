@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from shardwright.errors import PlanError, fix_for
 
-Source = Literal["datasheet", "measured", "fitted", "guess"]
+Source = Literal["datasheet", "published", "measured", "fitted", "guess"]
+"""Where a value is from: "published" ones were fitted to runs of other libraries on the accelerator, which are public,
+"fitted" ones to runs on the user's own cluster."""
 
 SLOW_START_S = 46e-6
 """The seconds in which Python on a slow host starts an operator: those of the virtual machine with the H100 in
@@ -23,8 +25,7 @@ def _constant(default: float, unit: str, low: float, high: float, meaning: str) 
 class Constants:
     """The constants by which FLOPs and bytes become predicted seconds, such as the efficiency of matrix products.
 
-    ``sources`` says where each value is from: "datasheet", "measured", "fitted" or, if a constant is not in it,
-    "guess".
+    ``sources`` says where each value is from, a :data:`Source`; a constant that is not in it is a guess.
 
     Raises: PlanError: a value is out of its bounds.
 

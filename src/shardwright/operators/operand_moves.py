@@ -90,7 +90,17 @@ def num_moved(count: int, taken: Sequence[OperandMove], given: Sequence[OperandM
 
 
 def matrix(x: Tensor, dim: int = 0) -> Tensor:
-    """Returns ``x`` (..., K) as a contiguous matrix (N, K), whose rows are ordered by ``dim`` first."""
+    """Returns ``x`` (..., K) as a contiguous matrix (N, K), whose rows are ordered by ``dim`` first.
+
+    Raises: PlanError: ``x`` is a nested tensor.
+    """
+    if x.is_nested:
+        raise PlanError(
+            "layers that ranks share take no nested tensors",
+            given="a nested tensor, whose rows differ in size",
+            allowed="tensors in which all rows have one size",
+            fix="pad the rows and mask what is padded, or write dp in place of tp",
+        )
     x = x.transpose(0, dim) if dim else x
     return x.reshape(prod(x.shape[:-1]), x.shape[-1]).contiguous()
 

@@ -123,7 +123,7 @@ def _check_plain(model: nn.Module) -> None:
                 f"{what} is compiled already, and its parts would not be those that a layout cuts",
                 given=f"{kind}, the result of torch.compile" if isinstance(module, compiled) else f"{kind}.compile()",
                 allowed="plain modules; with the word `compile` in the layout each block is compiled on its rank",
-                fix="leave out torch.compile, and write the layout as 'dp2 compile'",
+                fix="leave out torch.compile, and add the word compile to the layout, as in 'dp2 compile'",
             )
         if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
             raise PlanError(
@@ -319,11 +319,13 @@ def check_frozen(parameters: Mapping[str, nn.Parameter], frozen: Collection[str]
     for name, parameter in parameters.items():
         if parameter.requires_grad == (name in frozen):
             how = "no longer is frozen since" if parameter.requires_grad else "was frozen since"
+            now = "unfreeze" if parameter.requires_grad else "freeze"
             raise PlanError(
                 f"the parameter '{name}' {how} the model was laid out",
                 given=f"requires_grad={parameter.requires_grad}",
                 allowed="parameters that are trained or frozen as they were then: the traffic was planned for that",
-                fix="save a checkpoint, freeze the plain model's parameters, parallelize again, and load",
+                fix=f"save a checkpoint, {now} the plain model's parameters, parallelize again, and write "
+                "sw.load(PATH, run) without the optimizer, whose state begins anew",
             )
 
 
@@ -456,7 +458,7 @@ def idle_hooks_warning(model: nn.Module, stored: Mapping[str, Tensor], plan: Pla
 def _share_dropped(module: nn.Module) -> float:
     """Returns the probability with which a module drops elements: ``p`` of a dropout, else its ``dropout``, else 0."""
     share = module.p if isinstance(module, DROPOUTS) else getattr(module, "dropout", 0.0)
-    return share if isinstance(share, float) else 0.0
+    return float(share) if isinstance(share, int | float) and not isinstance(share, bool) else 0.0
 
 
 _EXAMPLE = "the example's tensor"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from math import isfinite
 from typing import Any, NamedTuple
 from warnings import warn
 
@@ -80,6 +81,8 @@ def difference_of_halves(loss: nn.Module, output: Any, targets: Any) -> tuple[fl
     if found.narrowest < torch.finfo(torch.float32).bits:
         most = max(most, _NARROW_ROUNDINGS * torch.finfo(torch.bfloat16).eps)
     means = total / number, added / added_number
+    if isfinite(total) and any(number and not isfinite(each) for each, number in halves):
+        return means  # such as a mean over selected targets, of which a half has none
     scale = max(abs(means[0]), sum(abs(each) for each, _ in halves) / abs(added_number))
     return means if abs(means[0] - means[1]) > max(most * scale, _LEAST_DIFFERENCE) else None
 

@@ -46,18 +46,23 @@ class StepTimes(NamedTuple):
     runs_on: str
 
 
+_ON_H100 = StepTimes(0.92, 1.01, 1.11, "h100-80gb")
+
 UNMEASURED = {
-    "a100-40gb": StepTimes(1.08, 1.22, 1.41, "a100-40gb"),
-    "a100-80gb": StepTimes(1.10, 1.18, 1.41, "a100-80gb"),
-    "h100-80gb": StepTimes(1.39, 1.56, 1.89, "h100-80gb"),
+    "a100-40gb": StepTimes(0.93, 1.02, 1.19, "a100-40gb"),
+    "a100-80gb": StepTimes(0.92, 0.98, 1.20, "a100-80gb"),
+    "h100-80gb": _ON_H100,
+    "h200-141gb": _ON_H100,
 }
 """How long steps took on accelerators of which nothing was measured here: 99 published runs of another library.
 
-They are the rows of the newest file of ``benchmarks/planner_unmeasured/results``, rounded to a percent. Steps were
-priced as ``plan`` does, and no constant was fitted to them."""
+They are rows of the newest file of ``benchmarks/planner_unmeasured/results``, rounded to a percent. Steps were priced
+as ``plan`` does, with two constants that were fitted to runs of models of other widths. The constants of profiles are
+fitted to all of them. The H200 has the chip of the H100, and other memory."""
 
 UNKNOWN = StepTimes(1.08, 1.24, 1.89, "A100s and H100s")
-"""The same for other accelerators: the outermost of those quantiles, and the median of all runs."""
+"""The same for other accelerators, which have default constants: of runs priced with these, the outermost quantiles of
+an accelerator, and the median of all."""
 
 MOST_ANCHORED = 5
 """The factor from predicted to measured seconds above which anchors are warned of."""

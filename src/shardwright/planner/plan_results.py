@@ -56,8 +56,8 @@ class Plans:
     def interval(self, step_s: float) -> tuple[float, float]:
         """Returns the seconds between which nine in ten measured steps lie, for the predicted ``step_s``.
 
-        Where nothing was measured on the machine, they are those of published runs of another library, all longer than
-        predicted: then even the lower end is above ``step_s``.
+        Where nothing was measured on the machine, they are those of published runs of another library. On an
+        accelerator without such runs they are all longer than predicted: even the lower end is above ``step_s`` there.
         """
         if not self.is_measured:
             return step_s * self.published.low, step_s * self.published.high
@@ -73,13 +73,30 @@ class Plans:
 
     @property
     def published(self) -> StepTimes:
-        """How long published runs on this accelerator took, as multiples of the prediction."""
-        return UNMEASURED.get(self.cluster.device.name, UNKNOWN)
+        """How long published runs took, as multiples of the prediction.
+
+        They are runs on this accelerator if its constants were fitted to such.
+        """
+        return UNMEASURED.get(self.cluster.device.name, UNKNOWN) if self.is_fitted_to_published_runs else UNKNOWN
+
+    @property
+    def is_fitted_to_published_runs(self) -> bool:
+        """Whether the efficiency of matrix products is that which public runs of others on the accelerator reached."""
+        return self.cluster.constants.sources.get("matmul_efficiency") == "published"
 
     @property
     def is_measured(self) -> bool:
         """Whether some constants were measured on the cluster, or fitted to runs there that were given as anchors."""
         return self.scale != TimeScale() or bool({row["source"] for row in self.constants()} & {"measured", "fitted"})
+
+    @property
+    def basis(self) -> str:
+        """What predicted seconds are made from, in words."""
+        if self.is_measured:
+            return "some constants measured or from your runs"
+        if self.is_fitted_to_published_runs:
+            return f"by the datasheet and what published runs on {self.published.runs_on} reached"
+        return f"by the datasheet and guesses, which published runs on {self.published.runs_on} exceeded"
 
     @property
     def knows_starts(self) -> bool:
@@ -203,12 +220,10 @@ class Plans:
         The sentence ends with where the constants come from, and begins with "does not fit" if the layout does not.
         """
         low, high = self.interval(price.step_s)
-        known = (
-            "some constants measured or from your runs"
-            if self.is_measured
-            else f"its parts add up to {price.step_s:.3g} s, by the datasheet and guesses, which published runs on "
-            f"{self.published.runs_on} exceeded; never measured on {self.cluster.device.name} with this library"
-        )
+        known = self.basis
+        if not self.is_measured:
+            never = f"never measured on {self.cluster.device.name} with this library"
+            known = f"its parts add up to {price.step_s:.3g} s, {self.basis}; {never}"
         nothing = "" if self.fits(price) else "does not fit: "
         host_s = self.host_s(price)
         slow = f", or {host_s:.3g} where the host is as slow as one that was measured" if host_s > high else ""

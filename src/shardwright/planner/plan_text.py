@@ -171,15 +171,20 @@ def notes_of(plans: Plans) -> list[tuple[str, str]]:
             f"--most-priced {2 * plans.found.priced} prices more of them",
         ))  # fmt: skip
     if not plans.is_measured:
-        times = plans.published
+        times, rows = plans.published, plans.cluster.constants.rows()
+        took = "took longer than predicted: nine in ten" * (times.low > 1) or "took, nine in ten of them,"
         found.append((
-            "interval", f"published runs of another library on {times.runs_on} took longer than predicted: "
-            f"nine in ten {times.low:.2f} to {times.high:.2f} times as long, half over {times.median:.2f} times; "
-            "all were of eight in one node, under dp8/zero3",
+            "interval", f"published runs of another library on {times.runs_on} {took} {times.low:.2f} to "
+            f"{times.high:.2f} times as long" + " as predicted" * (times.low <= 1) + f", half over {times.median:.2f} "
+            "times; all were of eight in one node, under dp8/zero3",
         ))  # fmt: skip
-        guessed = [row for row in plans.cluster.constants.rows() if row["name"] in GUESSED]
-        said = ", ".join(f"{row['name']} {row['value']:g}" for row in guessed)
-        found.append(("guesses", f"{said}, the same for every accelerator"))
+        for word, source, after in (
+            ("fitted", "published", "to those runs; kernels of other versions are faster or slower"),
+            ("guesses", "guess", "the same for every accelerator"),
+        ):
+            said = [f"{row['name']} {row['value']:g}" for row in rows
+                    if row["source"] == source and (row["name"] in GUESSED or word == "fitted")]  # fmt: skip
+            found += [(word, f"{', '.join(said)}, {after}")] if said else []
     found += [("network", each) for each in _assumed_network(plans)]
     if plans.cluster.device.type not in HOST and not _has_several_chunks(plans.best):
         found.append((

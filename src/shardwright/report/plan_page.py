@@ -43,8 +43,7 @@ def _summary(plans: Plans) -> str:
     facts = [
         ("best layout", best["layout"], "" if best["fits"] else "does not fit; the nearest that was priced"),
         ("expected step", format_seconds(best["step_s_expected"]), f"likely {low} to {high}"),
-        ("its parts add up to", format_seconds(best["step_s"]),
-         "as measured or anchored" if plans.is_measured else "by the datasheet and guesses"),
+        ("its parts add up to", format_seconds(best["step_s"]), plans.basis),
         ("tokens or samples a second", f"{best['tokens_per_s']:,.0f}", "all devices together"),
         ("of peak", f"{best['utilisation']:.0%}", "recomputed operations not counted"),
         ("memory", format_decimal_bytes(best["memory_bytes"]), f"of {memory}"),

@@ -198,8 +198,12 @@ def verify(
 
 
 def _may_be_of_dtype(failure: LayoutError | PlanError) -> bool:
-    """Returns whether an error may come of the dtype: torch's own, or one of a parameter that the forward converts."""
-    return isinstance(failure.__cause__, RuntimeError) or " the parameter '" in failure.what
+    """Returns whether an error may come of the dtype: torch's own, or one of a parameter that the forward converts.
+
+    It is torch's own too where a layout is refused since the forward cannot be recorded.
+    """
+    is_torchs = isinstance(failure.__cause__, RuntimeError) or "cannot be recorded: RuntimeError" in str(failure)
+    return is_torchs or " the parameter '" in failure.what
 
 
 def _only_in_float32(model: nn.Module, loss: nn.Module, batch: Batch) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardwright import verify
@@ -965,3 +966,44 @@ def test_a_table_that_code_keeps_is_no_value_of_the_last_record():
     for units in ([], [f"layers.{number}.{name}" for number in range(4) for name in ("up", "down")]):
         record = record_events(model, x, units)
         assert {name for event in record.events for name in event.takes if isinstance(name, tuple)} <= {*record.specs}
+
+
+COPIES = {
+    "device": lambda h: h.to("cpu", copy=True),
+    "dtype": lambda h: h.to(h.dtype, copy=True),
+    "all by place": lambda h: h.to("cpu", h.dtype, False, True),
+}
+
+
+class WritesToACopy(Layers):
+    def __init__(self, copied="device"):
+        super().__init__()
+        self.copied = copied
+
+    def forward(self, x):
+        for layer in self.layers:
+            h = layer(x)
+            y = COPIES[self.copied](h)
+            y.add_(3.0)
+            x = x + torch.tanh(h * y)
+        return x
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("line", ["pp2/1f1b mb2", "dp2/zero3", "tp2/sp"])
+def test_what_is_written_to_a_copy_that_a_move_makes_is_not_written_to_what_it_is_of(copied, line):
+    assert verify(model_of(WritesToACopy, copied=copied), line, batches()).equal
+
+
+class WritesToACopyOfAWeight(Layers):
+    def forward(self, x):
+        for layer in self.layers:
+            weight = layer.weight.detach().to(x.device, copy=True)
+            weight.mul_(2)
+            x = x + torch.tanh(layer(x) + functional.linear(x, weight))
+        return x
+
+
+@pytest.mark.parametrize("line", ["pp2/1f1b mb2", "dp2/zero3"])
+def test_a_copy_of_a_weight_on_a_device_may_be_written_to(line):
+    assert verify(model_of(WritesToACopyOfAWeight), line, batches()).equal

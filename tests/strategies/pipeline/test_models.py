@@ -744,13 +744,16 @@ class Both(NamedTuple):
 
 
 def test_a_parameter_that_was_frozen_since_is_refused():
-    model = Blocks(skipping)
+    model, partly_frozen = Blocks(skipping), Blocks(skipping)
+    partly_frozen.layers[0].requires_grad_(False)
 
     def work(world):
-        run = parallelize(model, "dp2", world)
-        run.model.layers[0].requires_grad_(False)
-        with pytest.raises(PlanError, match=r"'layers.0.weight' was frozen since"):
-            run.step(next(run.shard(pairs(1))))
+        for given, trains, said in ((model, False, "was frozen since"), (partly_frozen, True, "no longer is frozen")):
+            run = parallelize(given, "dp2", world)
+            run.model.layers[0].requires_grad_(trains)
+            with pytest.raises(PlanError, match=rf"'layers.0.weight' {said}") as refused:
+                run.step(next(run.shard(pairs(1))))
+            assert f"save a checkpoint, {'unfreeze' if trains else 'freeze'} the plain model's" in refused.value.fix
 
     launch(work, 2, ranks="threads")
 

@@ -80,7 +80,10 @@ def _packed(value: Any) -> Any:
         return {"class": _name(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise _no_container(type(value).__name__)
+    name = type(value).__name__
+    raise _no_container(
+        "a size of a nested tensor, whose rows differ in it" if isinstance(value, torch.SymInt) else name
+    )
 
 
 def _unpacked(value: Any) -> Any:

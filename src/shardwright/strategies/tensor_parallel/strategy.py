@@ -166,8 +166,9 @@ class TensorParallel:
         that are called for one sample after another: ranks would call different layers, or as often as they have
         samples, and wait for each other in their collectives. What a module calls before it selects by values is not
         among them. Under any layout those are layers that are called inside a transform such as ``torch.vmap``, which
-        takes no autograd function of a collective, and those that ``torch.func.functional_call`` calls with tensors in
-        place of their parameters.
+        takes no autograd function of a collective, those that ``torch.func.functional_call`` calls with tensors in
+        place of their parameters, and beside these such as no code calls, but whose weights it reads, as the other
+        members of an ensemble.
         """
         run = record_of_own_code(job)
         if run is None:
@@ -187,6 +188,8 @@ class TensorParallel:
                 found[path] = "it is called inside a transform or a checkpoint"
             elif path and path in called and name not in used:
                 found[path] = "it is called with other tensors in place of its parameters"
+            elif hidden and path and name in used and not any(is_inside(path, each) for each in called if each):
+                found[path] = "its weights are read by other code"
         return found
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> AppliedStrategy:

@@ -1,0 +1,145 @@
+"""Bubbles of pipeline schedules in the tables of the zero-bubble papers, computed by the simulator that plans.
+
+The seconds of a forward, of both parts of a backward and of a transfer are not published with them, so three ratios are
+fitted for each model, to its column with the fewest microbatches; the other columns are held out. Nothing is timed. The
+rows are not part of this repository: ``--runs FILE`` names them; without it, ratios are found again in tables of which
+they are known.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from functools import cache
+from math import exp, log
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.common import machine, options_of, write
+from benchmarks.planner.fitting import simplex
+
+from shardwright.strategies.pipeline.schedules import build
+from shardwright.strategies.pipeline.schedules.auto import search
+from shardwright.strategies.pipeline.simulate import ChunkMemory, ChunkTimes, ends_of
+
+SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2", "ZB-V": "zb-v"}
+SEARCHED = {"ZB-1p": 1, "ZB-2p": 2}
+"""Schedules that the paper searches for, with the memory of so many microbatches for each stage."""
+
+LAYERS = {"1.5B": 24, "6.2B": 32, "14.6B": 48, "28.3B": 64}
+"""The layers of each model, of which the paper counts the embedding and the head as two."""
+
+START = {"input": 1.0, "weight": 0.9, "transfer": 0.05}
+"""Where a fit begins: both parts of a backward and a transfer, as multiples of a stage's forward."""
+
+
+@cache
+def scheduled(name, stages, microbatches, chunks):
+    return build(name, stages, microbatches, chunks)
+
+
+def bubble(ratios, schedule, model, stages, microbatches, *, over_least=False):
+    """The share of a step in which the stage that takes longest waits, with a forward of 1 s.
+
+    As in the papers, a step's cost is the longest time from a stage's first action to its last, since the optimizer's
+    step need not wait for other stages: 1 - m (F + I + W) / cost. With ``over_least`` it is the time from the first
+    action of all stages to the last, as a multiple of the least of one chunk a stage: the last stage begins after the
+    forwards and transfers of those before it, and then does not wait.
+    """
+    input_s, weight_s, transfer_s = ratios
+    chunks = {"1F1B-I": LAYERS[model] // stages, "ZB-V": 2}.get(schedule, 1)
+    each = (1 / chunks, input_s / chunks, weight_s / chunks, transfer_s)
+    times = ChunkTimes.equal(stages * chunks, *each)
+    if schedule in SEARCHED:
+        held, limit = ChunkMemory.equal(stages), SEARCHED[schedule] * stages
+        found = search(stages, microbatches, times, held, limit, max_chunks_per_stage=1)[0]
+    else:
+        found = scheduled(SCHEDULES[schedule], stages, microbatches, chunks)
+    ends = ends_of(found, times)[0].ends_s
+    if over_least:
+        return max(ends) / ((stages - 1) * (1 + transfer_s) + microbatches * (1 + input_s + weight_s))
+    starts = [stage * (1 / chunks + transfer_s) for stage in range(stages)]  # a stage begins with its first forward
+    cost_s = max(end - start for start, end in zip(starts, ends, strict=True))
+    return 1 - microbatches * (1 + input_s + weight_s) / cost_s
+
+
+def bubbles(rows):
+    """The bubbles of each model, beside the published ones; ``fitted`` says which ones chose the ratios."""
+    tables = {}
+    for row in rows:
+        tables.setdefault((row["dataset"], row["model"]["name"], row["parallel"]["pp"]), []).append(row)
+    found = []
+    for (dataset, model, stages), table in tables.items():
+        fewest = min(row["parallel"]["num_microbatches"] for row in table)
+        training = [
+            row for row in table
+            if row["parallel"]["num_microbatches"] == fewest and row["parallel"]["schedule"] not in SEARCHED
+        ]  # fmt: skip
+
+        def computed(ratios, row, model=model, stages=stages, **options):
+            parallel = row["parallel"]
+            return bubble(ratios, parallel["schedule"], model, stages, parallel["num_microbatches"], **options)
+
+        def price(point, training=training, computed=computed):
+            ratios = [exp(min(each, 3.0)) for each in point]
+            return statistics.mean(abs(computed(ratios, row) - row["expected"]["bubble_rate"]) for row in training)
+
+        best = simplex(price, [log(each) for each in START.values()], steps=150)
+        ratios = [exp(min(each, 3.0)) for each in best]
+        for row in table:
+            found.append({
+                "table": dataset, "model": model, "stages": stages, "schedule": row["parallel"]["schedule"],
+                "microbatches": row["parallel"]["num_microbatches"], "published": row["expected"]["bubble_rate"],
+                "computed": computed(ratios, row), "fitted": any(row is each for each in training),
+                "ratios": dict(zip(START, ratios, strict=True)),
+                **({"over_least": computed(ratios, row, over_least=True)} if row["parallel"]["schedule"] in SEARCHED
+                   else {}),
+            })  # fmt: skip
+        print(dataset, model, stages, [round(each, 4) for each in ratios], flush=True)
+    return found
+
+
+def summary(found):
+    """How far bubbles are off, in points: of columns that were fitted, held out, and of schedules that are searched."""
+    rows = []
+    for said, chosen in (
+        ("fitted", [each for each in found if each["fitted"]]),
+        ("held out", [each for each in found if not each["fitted"] and each["schedule"] not in SEARCHED]),
+        *((name, [each for each in found if each["schedule"] == name]) for name in SEARCHED),
+    ):
+        off = [100 * abs(each["computed"] - each["published"]) for each in chosen]
+        if off:
+            rows.append({"what": said, "bubbles": len(off), "mean": statistics.mean(off), "worst": max(off)})
+    return rows
+
+
+def made():
+    """A table of which the ratios are known: 1.5, 0.8 and 0.04."""
+    rows = []
+    for schedule in (*SCHEDULES, *SEARCHED):
+        for microbatches in (8, 12):
+            rate = bubble((1.5, 0.8, 0.04), schedule, "1.5B", 4, microbatches)
+            rows.append({
+                "dataset": "made", "model": {"name": "1.5B"}, "expected": {"bubble_rate": rate},
+                "parallel": {"pp": 4, "num_microbatches": microbatches, "schedule": schedule},
+            })  # fmt: skip
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=Path, help="a JSON file with published tables, under the key rows")
+    options = options_of(parser, {"runs": None})
+    rows = made()
+    if options.runs is not None:
+        rows = [row for row in json.loads(options.runs.read_text())["rows"] if row["dataset"].startswith("zero_bubble")]
+    found = bubbles(rows)
+    table = summary(found)
+    print(json.dumps(table, indent=1))
+    write(
+        options, __file__, {"machine": machine(), "published": options.runs is not None, "table": table, "rows": found}
+    )
+
+
+if __name__ == "__main__":
+    main()
