@@ -381,3 +381,28 @@ def test_a_draw_before_code_selects_is_not_for_selected_samples(line):
     batch = {"x": torch.randn(8, TOKENS, WIDTH), "labels": labels}
     result = verify(LeavesOutLayers(), line, [(batch, torch.zeros(8))], loss=ModelLoss(over="samples"))
     assert result.equal, str(result)
+
+
+class Stretched(nn.Module):
+    """Repeats each token as often as an input says, as the length regulator of FastSpeech, between two MLPs."""
+
+    def __init__(self, *, sized):
+        super().__init__()
+        self.sized = sized
+        self.before = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.behind = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
+
+    def forward(self, x, times):
+        rows = [
+            torch.repeat_interleave(row, number, dim=0, output_size=int(number.sum()) if self.sized else None).mean(0)
+            for row, number in zip(self.before(x), times, strict=True)
+        ]
+        return self.behind(torch.stack(rows))
+
+
+@pytest.mark.parametrize("sized", [False, True])
+@pytest.mark.parametrize("line", ["dp2", "tp2", "pp2/1f1b mb2"])
+def test_tokens_are_repeated_as_often_as_an_input_says(line, sized):
+    times = 1 + torch.arange(32).view(8, 4) % 3
+    verdict = verify(Stretched(sized=sized), line, [((torch.randn(8, 4, 6), times), torch.arange(8) % 3)] * 2)
+    assert verdict.equal, str(verdict)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -261,7 +261,7 @@ class MetaValues(DispatchMode):
             return self._silently(func, args, named, given)
         values = [self.values(tensor) for tensor in given]
         known = self.keeps_values and name not in RANDOM and all(value is not None for value in values)
-        self.num_reads += name in _READS or _has_size_of_values(name, args)
+        self.num_reads += name in _READS or _has_size_of_values(name, args, named)
         small = known and sum(value.numel() for value in values if value is not None) <= MOST_ELEMENTS
         if name in _READS:
             if not known:
@@ -298,7 +298,7 @@ class MetaValues(DispatchMode):
 
     def _on_meta(self, func: Any, name: str, args: Any, named: dict[str, Any], known: bool) -> Any:
         written = written_arguments(func, args, named, Tensor)
-        if _has_size_of_values(name, args) or (known and name == "bincount"):
+        if _has_size_of_values(name, args, named) or (known and name == "bincount"):
             if known:
                 return tree_map_only(Tensor, self._meta_of, func(*self._on_cpu(args), **self._on_cpu(named)))
             chosen = self._chosen(name, args)
@@ -433,6 +433,8 @@ def _copied_slice(x: Tensor, index: tuple[Any, ...]) -> Tensor:
     return x[index].clone()
 
 
-def _has_size_of_values(name: str, args: Sequence[Any]) -> bool:
+def _has_size_of_values(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    if name == "repeat_interleave":
+        return named.get("output_size") is None
     masked = name == "index" and any(each.dtype is torch.bool for each in tensors_of(args[1]))
     return name in _UNKNOWN_SIZE or masked
