@@ -69,8 +69,9 @@ def as_signal(y):
 PLACES = torch.tensor([0, 1])
 
 
-def put(m, y, x):
-    return y + torch.zeros_like(y).index_add(0, torch.arange(len(y)) // 2, y)
+def flat_places(m, y):
+    """The numbers of rows of flattened (samples, 2) by a buffer of places in a sample, and the sample's first row."""
+    return (2 * torch.arange(len(y))[:, None] + m.places).flatten()
 
 
 MEET = {
@@ -79,11 +80,11 @@ MEET = {
     "index_select by numbers": lambda m, y, x: y - y.index_select(0, PLACES).sum(0),
     "index by a buffer": lambda m, y, x: y - y[m.places].sum(0),
     "gather by a buffer": lambda m, y, x: y - y.gather(0, m.places[:, None].expand(2, 8)).sum(0),
+    "gather of the first": lambda m, y, x: y - y.gather(0, torch.zeros(1, 8, dtype=torch.long)),
+    "gather of two": lambda m, y, x: y - y.gather(0, torch.arange(2)[:, None].expand(2, 8)).sum(0),
+    "index beyond the record": lambda m, y, x: y + y[torch.arange(30) % 8].sum(0),
     "gather backwards": lambda m, y, x: y - y.gather(0, backwards(y)[:, None].expand_as(y)),
     "gather along a dim": lambda m, y, x: y - torch.take_along_dim(y, m.places[:, None], 0).sum(0),
-    "index_add to places": lambda m, y, x: y + torch.zeros_like(y).index_add(0, m.places.repeat(4), y),
-    "index_add of pairs": put,
-    "scatter_add": lambda m, y, x: y + torch.zeros_like(y).scatter_add(0, m.places.repeat(4)[:, None].expand(8, 8), y),
     "split": views_by_chunk,
     "slice": lambda m, y, x: y - y[:1],
     "slice of neighbours": lambda m, y, x: y + functional.pad(y.diff(dim=0), (0, 0, 1, 0)),
@@ -140,6 +141,11 @@ def sorted_and_put_back(m, y, x):
     return torch.zeros_like(y).index_add(0, order, m.inner(y[order]))
 
 
+def tokens_first(m, y, x):
+    z = torch.stack([y, 2 * y]).flatten(0, 1)
+    return y + torch.zeros_like(z).index_add(0, torch.arange(len(z)), z).view(2, -1, 8).sum(0)
+
+
 APART = {
     "a loop over samples": loop_over_samples,
     "a loop that writes": loop_with_writes,
@@ -152,6 +158,15 @@ APART = {
     "rows that are put back": sorted_and_put_back,
     "places that sizes decide": lambda m, y, x: y + torch.zeros_like(y).index_add(0, torch.arange(len(y)), y),
     "gathered in order": lambda m, y, x: y + y.gather(0, torch.arange(len(y))[:, None].expand_as(y)),
+    "places of each sample by a buffer": lambda m, y, x: (
+        y + y.repeat_interleave(2, 0)[flat_places(m, y)].view(-1, 2, 8).sum(1)
+    ),
+    "gathered by a buffer": lambda m, y, x: (
+        y + y.repeat_interleave(2, 0).gather(0, flat_places(m, y)[:, None].expand(-1, 8)).view(-1, 2, 8).sum(1)
+    ),
+    "numbers of Python for each sample": lambda m, y, x: y + y[[*range(len(y))]] + y[torch.tensor([*range(len(y))])],
+    "tokens first, added in order": tokens_first,
+    "no places": lambda m, y, x: y + y.gather(0, torch.zeros(0, 8, dtype=torch.long)).sum(),
     "features by a buffer": lambda m, y, x: y + y[:, m.places].sum(1, keepdim=True),
     "a convolution of each sample": lambda m, y, x: functional.conv1d(y[:, None], torch.ones(1, 1, 3), padding=1)[:, 0],
     "a window of one": lambda m, y, x: functional.conv1d(y.T[:, None], torch.ones(1, 1, 1))[:, 0].T,

@@ -54,9 +54,19 @@ class Ensemble(nn.Module):
         return self.last(each.mean(0))
 
 
+class AroundEnsemble(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.ensemble, self.last = Block(), Ensemble(), Block()
+
+    def forward(self, x):
+        return self.last(self.ensemble(self.first(x)))
+
+
+@pytest.mark.parametrize("kind", [Ensemble, AroundEnsemble])
 @pytest.mark.parametrize("line", ["tp2", "tp2/sp", "dp2/zero3"])
-def test_members_that_no_code_calls_but_whose_weights_it_stacks_are_whole_like_the_one_it_calls(line):
-    verdict = verify(Ensemble(), line, BATCHES, loss=nn.MSELoss())
+def test_members_that_no_code_calls_but_whose_weights_it_stacks_are_whole_like_the_one_it_calls(line, kind):
+    verdict = verify(kind(), line, BATCHES, loss=nn.MSELoss())
     assert verdict.equal, str(verdict)
 
 

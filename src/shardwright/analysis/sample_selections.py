@@ -24,20 +24,13 @@ NO_SAMPLE = -1
 """Stands for a row of a dim of samples that is of no sample, such as one that is concatenated to them."""
 
 _DIM_ARGUMENTS = {
-    "chunk": 2, "index_select": 1, "narrow": 1, "select": 1, "slice": 1, "split": 2, "split_with_sizes": 2,
+    "chunk": 2, "gather": 1, "index_select": 1, "narrow": 1, "select": 1, "slice": 1, "split": 2, "split_with_sizes": 2,
     "tensor_split": 2, "unbind": 1, "unsafe_split": 2,
 }  # fmt: skip
 """Operators that pick elements of a dim by their numbers, and the number of the argument that names the dim."""
 
 _MOVES = {"flip": 1, "roll": 2}
 """Operators that change the order along dims, and the number of the argument that names these."""
-
-_BY_INDEX = {
-    "gather": (0, 2), "index_add": (3, 2), "index_copy": (3, 2), "index_reduce": (3, 2), "scatter": (3, 2),
-    "scatter_add": (3, 2), "scatter_reduce": (3, 2),
-}  # fmt: skip
-"""Operators that move elements along a dim, argument 1, to or from places that a tensor of indices names, with the
-numbers of two arguments: what is moved, and the indices."""
 
 _COMBINES = frozenset((
     "_cdist_forward", "add", "addcdiv", "addcmul", "addmm", "atan2", "baddbmm", "bmm", "div", "dot", "fmod", "lerp",
@@ -114,12 +107,11 @@ def follow_samples(recording: Recording, axes: RunAxes) -> SampleFlow:
     batch = axes.of_samples(recording.inputs)
 
     def may_pick(call: RecordedCall) -> bool:
-        by_index = _moved_by_index(call)
+        first = next(iter(call.operands), None)
         picks = call.name == "index" or call.name.removesuffix("_copy") in _DIM_ARGUMENTS
-        moved = by_index[0] if by_index else next(iter(call.operands), None) if picks else None
-        if moved is None or moved.kind == "constant":
+        if first is None or first.kind == "constant" or not picks:
             return False
-        return any(not batch.isdisjoint(leaves(axis)) for axis in axes.of(moved))
+        return any(not batch.isdisjoint(leaves(axis)) for axis in axes.of(first))
 
     if not recording.rows_of_samples and not any(map(may_pick, recording.calls)):
         return SampleFlow()
@@ -176,6 +168,8 @@ class _SampleFollower:
         self._values = self.flow.values
         self._slots: dict[TensorUse, tuple[TensorUse, int, int]] = {}  # by view: what it is of, the dim, and the index
         self._filled: dict[tuple[TensorUse, int], dict[int, int]] = {}  # by these, the sample that is in each index
+        self._num_samples = max(recording.num_samples, 1)
+        self._constants: dict[TensorUse, Tensor | None] = {}  # of those that were asked for, None if they are not known
         self._made_by = {use: call for call in recording.calls for use in call.results if use.kind == "constant"}
         for use, rows_of in recording.rows_of_samples.items():
             first = SampleDim(rows_of) if use.shape and use.shape[0] == len(rows_of) > 1 else None
@@ -217,21 +211,19 @@ class _SampleFollower:
             self._values[use] = value
 
     def _note_by_index(self, call: RecordedCall) -> None:
-        """Notes an operator that takes samples from, or puts them to, places that no sample decides.
+        """Notes an operator that takes samples at places whose numbers are not known, and that no sample decides.
 
-        The places are the numbers in a buffer, a constant or an input that is no batch, unless these are found to be
-        those of all samples in order.
+        The numbers are in a buffer, a constant or an input that is no batch. Indices that have as many elements as
+        there are samples, or so many for each, may take them in order, and are not noted.
         """
         for use, index, dim in _indexed_dims(call):
             value = self._values.get(use)
             rows = value.dims[dim] if value is not None and dim < len(value.dims) else None
             if rows is None or (index in self._values and index not in self._of_all) or index.dtype is torch.bool:
                 continue
-            chosen = self._constant(index)
-            by_index = _moved_by_index(call) is not None  # of others a known index is followed
-            if chosen is None or (
-                by_index and not _keeps_order(call, rows, chosen.movedim(min(dim, chosen.dim() - 1), 0))
-            ):
+            if any(size % self._num_samples == 0 for size in index.shape):
+                continue
+            if _places(self._constant(index), use.shape[dim], dim if call.name == "gather" else 0) is None:
                 self._note(call, [use], call.results)
 
     def _note_slots(self, call: RecordedCall) -> None:
@@ -312,7 +304,10 @@ class _SampleFollower:
         varying = [dim for dim, size in enumerate(chosen.shape) if size > 1]
         if len(varying) > 1:
             return lost
-        each = tuple(rows.each[number] for number in chosen.flatten().tolist())
+        held_by, numbers = rows.each, chosen.flatten().tolist()
+        if numbers and not -len(held_by) <= min(numbers) <= max(numbers) < len(held_by):
+            return lost
+        each = tuple(held_by[number] for number in numbers)
         places = [dim for dim, _ in indices]
         joint = len(torch.broadcast_shapes(*(other.shape for _, other in indices)))
         start = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
@@ -382,9 +377,8 @@ class _SampleFollower:
             start = min(max(start + size if start < 0 else start, 0), size)
             step = 1 if name == "narrow" else call.argument(4, "step", 1)
             return [range(start, start + step * call.results[0].shape[dim], step)]
-        if name == "index_select":
-            index = self._constant(call.operands[1])
-            return [None if index is None else index.flatten().tolist()]
+        if name in ("gather", "index_select"):
+            return [_places(self._constant(call.args[2]), size, dim if name == "gather" else 0)]
         found: list[Sequence[int] | None] = []
         start = 0
         for use in call.results:
@@ -406,6 +400,11 @@ class _SampleFollower:
 
     def _constant(self, use: TensorUse) -> Tensor | None:
         """Returns a constant's values, computed again by the operators that made it, or None if that is impossible."""
+        if use not in self._constants:
+            self._constants[use] = self._computed(use)
+        return self._constants[use]
+
+    def _computed(self, use: TensorUse) -> Tensor | None:
         call = self._made_by.get(use)
         if call is None or call.written or prod(use.shape) > _TOO_LARGE or len(call.results) > 1:
             return None
@@ -429,45 +428,26 @@ class _SampleFollower:
         return found if isinstance(found, Tensor) and len(tree_leaves(found)) == 1 else None
 
 
-def _moved_by_index(call: RecordedCall) -> tuple[TensorUse, TensorUse] | None:
-    """Returns what an operator moves along a dim and the indices of the places, or None if it does no such thing."""
-    name = call.name.removesuffix("_")
-    if name not in _BY_INDEX:
-        return None
-    moved, index = (call.args[number] if number < len(call.args) else None for number in _BY_INDEX[name])
-    return (moved, index) if isinstance(moved, TensorUse) and isinstance(index, TensorUse) else None
-
-
 def _indexed_dims(call: RecordedCall) -> Iterator[tuple[TensorUse, TensorUse, int]]:
-    """Yields each dim along which an operator takes or puts elements by indices: the tensor, the indices, the dim."""
-    by_index = _moved_by_index(call)
-    if by_index is not None:
-        yield (*by_index, call.args[1] % max(len(by_index[0].shape), 1))
-    elif call.name == "index_select":
-        yield call.operands[0], call.operands[1], call.args[1] % max(len(call.operands[0].shape), 1)
+    """Yields each dim along which an operator takes elements by indices: the tensor, the indices, the dim."""
+    if call.name in ("index_select", "gather"):
+        x, dim, index = call.args[:3]
+        yield x, index, dim % max(len(x.shape), 1)
     elif call.name == "index" and isinstance(call.args[0], TensorUse):
         for dim, index in enumerate(call.args[1]):
             if isinstance(index, TensorUse):
                 yield call.args[0], index, dim
 
 
-def _keeps_order(call: RecordedCall, rows: SampleDim, index: Tensor) -> bool:
-    """Returns whether an operator of :data:`_BY_INDEX` leaves samples apart and in order; ``index`` has the dim first.
-
-    ``rows`` are the samples of what is moved. A tensor of indices that differs along other dims counts as in order.
-    """
-    each = index.reshape(len(index), -1) if index.dim() else index.reshape(1, 1)
-    places = each[:, 0]
-    if (each != places[:, None]).any():
-        return True
-    if call.name == "gather":
-        by_place = [rows.each[number] for number in places.tolist()]
-    else:
-        pairs = {*zip(places.tolist(), rows.each, strict=False)}
-        if len({place for place, _ in pairs}) < len(pairs):
-            return False  # samples meet in a place
-        by_place = [sample for _, sample in sorted(pairs)]
-    return by_place == sorted(by_place)
+def _places(index: Tensor | None, size: int, dim: int = 0) -> list[int] | None:
+    """Returns the numbers in known indices of a dim of ``size``, the same at all other dims; None for any others."""
+    if index is None:
+        return None
+    rows = index.movedim(dim, 0) if index.dim() > dim else index.reshape(-1)
+    numbers = rows.reshape(len(rows), -1) if rows.numel() else rows.reshape(0, 1)
+    if (numbers != numbers[:, :1]).any() or (numbers.abs() > size - (numbers >= 0).long()).any():
+        return None
+    return [int(number) for number in numbers[:, 0].tolist()]
 
 
 def _none(use: TensorUse) -> tuple[SampleDim | None, ...]:

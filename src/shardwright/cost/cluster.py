@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,11 +22,16 @@ from shardwright.cost.device import (
     profiles,
     read_table,
 )
+from shardwright.devices import HOST
 from shardwright.errors import LayoutError, PlanError
 from shardwright.nodes import Nodes
 
 MOST_OVER = 1.5
 """The factor by which a figure may exceed that of the profile that it replaces before a warning is given."""
+
+MOST_LINK = 0.25
+"""The most that an accelerator's links in a node are taken to carry one way, as a share of its memory bandwidth: those
+of the profiles carry 0.09 to 0.19 of it."""
 
 RANKS_PER_NODE = 8
 """The most ranks of a node, where nodes are not given."""
@@ -102,7 +108,7 @@ class Cluster:
     @classmethod
     def _of_profile(cls, name: str) -> Cluster:
         """Returns one node of 8 ranks, with the device and the constants of a profile that comes with the library."""
-        return cls(profile(name), Nodes(1, RANKS_PER_NODE), _constants_in(name, profile_table(name)))
+        return cls(profile(name), Nodes(1, RANKS_PER_NODE), constants_of(name))
 
     @property
     def num_ranks(self) -> int:
@@ -172,10 +178,34 @@ class Cluster:
         return f"{self.device.name}:{self.nodes}"
 
 
+@lru_cache
+def constants_of(name: str) -> Constants:
+    """Returns the constants of a profile: the defaults, but for those that were fitted to runs on the accelerator.
+
+    Raises: PlanError: there is no such profile.
+
+    >>> constants_of("h100-80gb").sources["matmul_efficiency"], constants_of("b200") == Constants()
+    ('published', True)
+    """
+    return _constants_in(name, profile_table(name))
+
+
+def _of_own_figures(path: str, device: Device) -> Device:
+    """Returns a device that is not of a profile, with a warning of links that may be given both ways."""
+    share = device.in_node_bytes_per_s / device.memory_bytes_per_s
+    if device.type in HOST or share <= MOST_LINK:
+        return device
+    note = (
+        f"{path}: in_node_GB_per_s = {device.in_node_bytes_per_s / 1e9:g} is {share:.2f} of the memory's bandwidth; "
+        f"links of accelerators carry up to {MOST_LINK} of it one way: is it of both ways?"
+    )
+    return replace(device, notes=(*device.notes, note))
+
+
 def _device_in(path: str, table: Mapping[str, Any]) -> Device:
     base = table.get("profile")
     if base is None:
-        return device_of(path, table)
+        return _of_own_figures(path, device_of(path, table))
     known = profile(str(base))
     figures = {"type": known.type, "source": f"{base}, changed in {path}", **figures_of(known)}
     peaks = table.get("peak_TFLOP_per_s", {})
@@ -210,5 +240,4 @@ def _constants_in(path: str, table: Mapping[str, Any]) -> Constants:
         allowed = ", ".join(get_args(Source))
         fix = 'write source = "measured", or leave it out'
         raise PlanError(f"the constants in '{path}' have no such source", given=source, allowed=allowed, fix=fix)
-    usual = Constants() if base is None else _constants_in(str(base), profile_table(str(base)))
-    return usual.with_values(source, **numbers)
+    return (Constants() if base is None else constants_of(str(base))).with_values(source, **numbers)

@@ -10,17 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cost.calibration import KEYS
-from shardwright.devices import HOST
 from shardwright.errors import PlanError, fix_for
 from shardwright.text_files import read_text
 
 MOST_TOML_BYTES = 2**17
 DENSE = (60, 350)
 """The range, in FLOPs per byte of memory bandwidth, of bf16 or fp16 peaks that datasheets give without sparsity."""
-
-MOST_LINK = 0.25
-"""The most that an accelerator's links in a node are taken to carry one way, as a share of its memory bandwidth: those
-of the profiles carry 0.09 to 0.19 of it."""
 
 NUMBERS = ("memory_GB", "memory_GB_per_s", "num_multiprocessors", "in_node_GB_per_s", "between_nodes_GB_per_s")
 HOST_LINK, USUAL_HOST_GB_PER_S = "host_GB_per_s", 16.0
@@ -68,20 +63,13 @@ class Device:
         """Warnings about unlikely figures, such as a peak with sparsity or a bandwidth summed over both directions."""
         narrow = [peak for name, peak in self.peaks if name != "fp32"]
         intensity = max(narrow, default=0.0) / self.memory_bytes_per_s
-        found = list(self.notes)
-        if narrow and not DENSE[0] <= intensity <= DENSE[1]:
-            found.append(
-                f"{self.name}: a peak of {max(narrow) / 1e12:.0f} TFLOP/s is {intensity:.0f} FLOP for each byte of "
-                f"memory bandwidth; accelerators have {DENSE[0]} to {DENSE[1]}: is it with sparsity, or a bandwidth "
-                "both ways?"
-            )
-        share = self.in_node_bytes_per_s / self.memory_bytes_per_s
-        if self.type not in HOST and share > MOST_LINK and not self.notes:
-            found.append(
-                f"{self.name}: in_node_GB_per_s = {self.in_node_bytes_per_s / 1e9:g} is {share:.2f} of the memory's "
-                f"bandwidth; links of accelerators carry up to {MOST_LINK} of it one way: is it of both ways?"
-            )
-        return tuple(found)
+        if not narrow or DENSE[0] <= intensity <= DENSE[1]:
+            return self.notes
+        return (
+            *self.notes,
+            f"{self.name}: a peak of {max(narrow) / 1e12:.0f} TFLOP/s is {intensity:.0f} FLOP for each byte of memory "
+            f"bandwidth; accelerators have {DENSE[0]} to {DENSE[1]}: is it with sparsity, or a bandwidth both ways?",
+        )
 
 
 def figures_of(device: Device) -> dict[str, Any]:

@@ -122,10 +122,13 @@ def warn_of_halves(loss: nn.Module, output: Any, targets: Any, stacklevel: int) 
     """Warns if a loss of the first samples is not what the losses of their halves add up to."""
     found = difference_of_halves(loss, output, targets)
     if found is not None:
+        whole, halves = found
+        odd = "" if isfinite(halves) else ", one of which has no finite loss"
         warn(
-            "the loss of the first samples is {:.6g}, and {:.6g} by the sums and counts of their two halves, as ranks "
-            "and microbatches add them up: it is no mean over what it counts, and differs from one device. Return the "
-            "sum and the count that the mean is of: loss=lambda output, targets: (loss_sum, count)".format(*found),
+            f"the loss of the first samples is {whole:.6g}, and {halves:.6g} by the sums and counts of their two "
+            f"halves, as ranks and microbatches add them up{odd}: it is no mean over what it counts, and differs from "
+            "one device. Return the sum and the count that the mean is of: "
+            "loss=lambda output, targets: (loss_sum, count)",
             stacklevel=stacklevel + 1,
         )
 

@@ -8,6 +8,8 @@ from math import log, sqrt
 from typing import NamedTuple
 
 from shardwright.axes import layout_axes
+from shardwright.cost.cluster import constants_of
+from shardwright.cost.constants import Constants
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.planner.price import Price
@@ -30,8 +32,9 @@ INTERVAL, DEGREES = 0.17, 4
 many anchors it weighs as much as.
 
 It is the ninth decile, rounded up to a percent, of the row "several nodes, a model size left out" in the newest file of
-``benchmarks/planner/results``: constants were fitted to runs of other model sizes. On unknown machines errors are
-larger. The rows with anchors there say how many runs lie within the interval that :func:`error_of` gives them."""
+``benchmarks/planner/results``: constants were fitted to runs of other model sizes. On machines of which nothing was
+measured errors are taken to be at least as large. The rows with anchors there say how many runs lie within the interval
+that :func:`error_of` gives them."""
 
 
 class StepTimes(NamedTuple):
@@ -45,6 +48,9 @@ class StepTimes(NamedTuple):
     high: float
     runs_on: str
 
+
+FITTED = ("matmul_efficiency", "attention_efficiency")
+"""The constants that were fitted to published runs; profiles of accelerators without such runs have their defaults."""
 
 _ON_H100 = StepTimes(0.92, 1.01, 1.11, "h100-80gb")
 
@@ -63,6 +69,22 @@ fitted to all of them. The H200 has the chip of the H100, and other memory."""
 UNKNOWN = StepTimes(1.08, 1.24, 1.89, "A100s and H100s")
 """The same for other accelerators, which have default constants: of runs priced with these, the outermost quantiles of
 an accelerator, and the median of all."""
+
+
+def published_times(name: str, constants: Constants) -> StepTimes | None:
+    """Returns how long published runs took, as multiples of predictions for accelerator ``name`` by ``constants``.
+
+    It is None if the constants of products and attention are neither those of the profile nor the defaults.
+
+    >>> from shardwright.cost.cluster import constants_of
+    >>> published_times("h100-80gb", constants_of("h100-80gb")).runs_on, published_times("mine", Constants()).runs_on
+    ('h100-80gb', 'A100s and H100s')
+    """
+    own, usual = ([getattr(each, key) for key in FITTED] for each in (constants, Constants()))
+    if name in UNMEASURED and own == [getattr(constants_of(name), key) for key in FITTED]:
+        return UNMEASURED[name]
+    return UNKNOWN if own == usual else None
+
 
 MOST_ANCHORED = 5
 """The factor from predicted to measured seconds above which anchors are warned of."""

@@ -10,7 +10,7 @@ from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.constants import SLOW_START_S
 from shardwright.devices import HOST
-from shardwright.planner.anchors import UNKNOWN, UNMEASURED, StepTimes, TimeScale
+from shardwright.planner.anchors import INTERVAL, UNKNOWN, StepTimes, TimeScale, published_times
 from shardwright.planner.explain import PriceDifference
 from shardwright.planner.memory import host_bytes, offloaded_bytes
 from shardwright.planner.plan_text import notes_of, text_of, warnings_of
@@ -56,12 +56,18 @@ class Plans:
     def interval(self, step_s: float) -> tuple[float, float]:
         """Returns the seconds between which nine in ten measured steps lie, for the predicted ``step_s``.
 
-        Where nothing was measured on the machine, they are those of published runs of another library. On an
-        accelerator without such runs they are all longer than predicted: even the lower end is above ``step_s`` there.
+        Where nothing was measured on the machine, they are those of published runs of another library. On accelerators
+        that such runs fitted constants to, the interval is no narrower than where constants were measured, since all
+        runs were of eight ranks under one strategy. On others all took longer than predicted, so even the lower end is
+        above ``step_s`` there.
         """
-        if not self.is_measured:
-            return step_s * self.published.low, step_s * self.published.high
-        return step_s / (1 + self.scale.error), step_s / (1 - self.scale.error)
+        times = self.published
+        if times is None:
+            return step_s / (1 + self.scale.error), step_s / (1 - self.scale.error)
+        low, high = times.low, times.high
+        if times is not UNKNOWN:
+            low, high = min(low, times.median / (1 + INTERVAL)), max(high, times.median / (1 - INTERVAL))
+        return step_s * low, step_s * high
 
     def expected_s(self, step_s: float) -> float:
         """Returns the seconds to reckon with for a step of which the parts add up to ``step_s``; see :meth:`interval`.
@@ -69,20 +75,17 @@ class Plans:
         Where nothing was measured on the machine, half of the published runs took longer and half less, as multiples of
         what is predicted; else they are ``step_s``.
         """
-        return step_s if self.is_measured else step_s * self.published.median
+        times = self.published
+        return step_s if times is None else step_s * times.median
 
     @property
-    def published(self) -> StepTimes:
-        """How long published runs took, as multiples of the prediction.
+    def published(self) -> StepTimes | None:
+        """How long published runs took, as multiples of the prediction: those on this accelerator, if there are some.
 
-        They are runs on this accelerator if its constants were fitted to such.
+        None where something was measured on the cluster, or its file has constants of its own for what runs were fitted
+        to.
         """
-        return UNMEASURED.get(self.cluster.device.name, UNKNOWN) if self.is_fitted_to_published_runs else UNKNOWN
-
-    @property
-    def is_fitted_to_published_runs(self) -> bool:
-        """Whether the efficiency of matrix products is that which public runs of others on the accelerator reached."""
-        return self.cluster.constants.sources.get("matmul_efficiency") == "published"
+        return None if self.is_measured else published_times(self.cluster.device.name, self.cluster.constants)
 
     @property
     def is_measured(self) -> bool:
@@ -94,9 +97,12 @@ class Plans:
         """What predicted seconds are made from, in words."""
         if self.is_measured:
             return "some constants measured or from your runs"
-        if self.is_fitted_to_published_runs:
-            return f"by the datasheet and what published runs on {self.published.runs_on} reached"
-        return f"by the datasheet and guesses, which published runs on {self.published.runs_on} exceeded"
+        times = self.published
+        if times is None:
+            return "by the datasheet and the constants of the cluster file"
+        if times is UNKNOWN:
+            return f"by the datasheet and guesses, which published runs on {times.runs_on} exceeded"
+        return f"by the datasheet and what published runs on {times.runs_on} reached"
 
     @property
     def knows_starts(self) -> bool:

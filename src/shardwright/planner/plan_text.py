@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from shardwright.cost.calibration import MOST_SPREAD
@@ -10,7 +10,7 @@ from shardwright.cost.constants import SLOW_START_S, Constants
 from shardwright.devices import HOST
 from shardwright.formatting import format_decimal_bytes, format_duration
 from shardwright.layout import Layout
-from shardwright.planner.anchors import MOST_ANCHORED
+from shardwright.planner.anchors import FITTED, INTERVAL, MOST_ANCHORED, UNKNOWN
 from shardwright.planner.estimate import TOO_LONG
 from shardwright.planner.explain import TIED, how_much_slower, name_of_part, waterfall_lines, where_it_loses
 from shardwright.planner.memory import host_bytes, offloaded_bytes
@@ -88,7 +88,7 @@ def text_of(plans: Plans) -> str:
         "",
         *waterfall_lines(best.waterfall, best.step_s),
     ]
-    if not plans.is_measured:
+    if plans.published is not None:
         expected, times = plans.expected_s(best.step_s), plans.published.median
         lines.append(f"  {'expected':20} {expected:>7.3g} s  {times:.2f} times that, the median of published runs")
     lines.append("")
@@ -156,6 +156,39 @@ def _assumed_network(plans: Plans) -> Iterator[str]:
         )
 
 
+def _of_published_runs(plans: Plans) -> Iterator[tuple[str, str]]:
+    """Yields what published runs say of the interval, which constants were fitted to them, and which are guesses."""
+    if plans.is_measured:
+        return
+    times, constants, usual = plans.published, plans.cluster.constants, Constants()
+    is_fitted = times is not None and times is not UNKNOWN
+    if times is not None:
+        runs, where = (
+            f"published runs of another library on {times.runs_on}",
+            "all of eight ranks in one node under dp8/zero3",
+        )
+        took = f"{times.low:.2f} to {times.high:.2f} times as long"
+        if is_fitted:
+            yield (
+                "interval",
+                f"{runs}, {where}: nine in ten took {took} as predicted; {INTERVAL:.0%} either way at least",
+            )
+        else:
+            yield "interval", f"{runs}, {where}, took longer than predicted: nine in ten {took}"
+
+    def named(names: Iterable[str]) -> str:
+        return ", ".join(f"{name} {getattr(constants, name):g}" for name in names)
+
+    if is_fitted:
+        yield "fitted", f"{named(FITTED)}, to those runs; kernels of other versions are faster or slower"
+    guessed = [
+        name for name in GUESSED
+        if not (is_fitted and name in FITTED) and getattr(constants, name) == getattr(usual, name)
+    ]  # fmt: skip
+    if guessed:
+        yield "guesses", f"{named(guessed)}, the same for every accelerator"
+
+
 def notes_of(plans: Plans) -> list[tuple[str, str]]:
     """Returns what to know of the prices, each as a word and a text.
 
@@ -170,21 +203,7 @@ def notes_of(plans: Plans) -> list[tuple[str, str]]:
             "the best price: one of them may be faster, since estimates of a GPT of 13 B were off by as much; "
             f"--most-priced {2 * plans.found.priced} prices more of them",
         ))  # fmt: skip
-    if not plans.is_measured:
-        times, rows = plans.published, plans.cluster.constants.rows()
-        took = "took longer than predicted: nine in ten" * (times.low > 1) or "took, nine in ten of them,"
-        found.append((
-            "interval", f"published runs of another library on {times.runs_on} {took} {times.low:.2f} to "
-            f"{times.high:.2f} times as long" + " as predicted" * (times.low <= 1) + f", half over {times.median:.2f} "
-            "times; all were of eight in one node, under dp8/zero3",
-        ))  # fmt: skip
-        for word, source, after in (
-            ("fitted", "published", "to those runs; kernels of other versions are faster or slower"),
-            ("guesses", "guess", "the same for every accelerator"),
-        ):
-            said = [f"{row['name']} {row['value']:g}" for row in rows
-                    if row["source"] == source and (row["name"] in GUESSED or word == "fitted")]  # fmt: skip
-            found += [(word, f"{', '.join(said)}, {after}")] if said else []
+    found += _of_published_runs(plans)
     found += [("network", each) for each in _assumed_network(plans)]
     if plans.cluster.device.type not in HOST and not _has_several_chunks(plans.best):
         found.append((

@@ -188,8 +188,10 @@ class TensorParallel:
                 found[path] = "it is called inside a transform or a checkpoint"
             elif path and path in called and name not in used:
                 found[path] = "it is called with other tensors in place of its parameters"
-            elif hidden and path and name in used and not any(is_inside(path, each) for each in called if each):
-                found[path] = "its weights are read by other code"
+            elif hidden and path and name in used and path not in called:
+                around = job.model.get_submodule(path.rpartition(".")[0])
+                if not isinstance(around, nn.MultiheadAttention):  # which reads those of its output layer
+                    found[path] = "its weights are read by other code"
         return found
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> AppliedStrategy:
