@@ -485,14 +485,17 @@ def ledger() -> str:
 def planner() -> str:
     """Errors and regret of predicted steps, by the model and by constant utilisation."""
     heads = "question | runs | predicted by | error: mean | median | p90 | regret: mean | median | best of three"
-    lines = [f"| {heads} |", "|---" * 9 + "|"]
+    heads += " | rank correlation"
+    lines = [f"| {heads} |", "|---" * 10 + "|"]
     for row in newest("planner")["table"]:
         for name, errors in row["errors"].items():
             regret = row.get("regret", {}).get(name, {})
             keys = [*(errors[key] for key in ("mean", "median", "p90"))]
             keys += [regret.get(key) for key in ("mean", "median", "best_of_three_mean")]
             shares = " | ".join("" if each is None else f"{each:.1%}" for each in keys)
-            lines.append(f"| {row['question']} | {row['runs']} | {name} | {shares} |")
+            order = regret.get("rank_correlation")
+            said = "" if order is None else f"{order:.3f}"
+            lines.append(f"| {row['question']} | {row['runs']} | {name} | {shares} | {said} |")
     return "\n".join(lines)
 
 

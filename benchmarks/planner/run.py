@@ -27,6 +27,9 @@ SEED, FOLDS, TRAINING = 0, 5, 40
 OTHER_SEEDS = range(1, 6)
 """Other draws of the runs that are fitted on one node, on which the regret depends."""
 
+LEAST_RANKED = 4
+"""The fewest runs of a group of which the order is compared."""
+
 ANCHORS, DRAWS = (1, 2, 3, 5), 20
 """The numbers of runs that correct the others of their group, and how often they are drawn of each."""
 
@@ -65,16 +68,29 @@ def regret_of(found):
         groups.setdefault(each[0].group, []).append(each)
     groups = [each for each in groups.values() if len(each) > 1]
     for name, column in (("model", 1), ("constant utilisation", 2)):
-        best, three = [], []
+        best, three, orders = [], [], []
         for group in groups:
             ranked = sorted(group, key=lambda each: each[column])
             least = min(each[0].seconds for each in group)
             alike = [each[0].seconds for each in group if each[column] <= ranked[0][column] * (1 + 1e-9)]
             best.append(statistics.mean(alike) / least - 1)  # of runs that it cannot tell apart, any
             three.append(min(each[0].seconds for each in ranked[:3]) / least - 1)
+            if len(group) >= LEAST_RANKED:
+                orders.append(rank_correlation([each[column] for each in group], [each[0].seconds for each in group]))
         rows[name] = {"groups": len(groups), "mean": statistics.mean(best), "median": statistics.median(best),
-                      "worst": max(best), "best_of_three_mean": statistics.mean(three)}  # fmt: skip
+                      "worst": max(best), "best_of_three_mean": statistics.mean(three),
+                      "rank_correlation": statistics.mean(orders) if orders else None}  # fmt: skip
     return rows
+
+
+def rank_correlation(predicted, measured):
+    """Spearman's: the correlation of the places that two columns give to the same runs; equal ones share a place."""
+
+    def places(values):
+        return [sum(v < x for v in values) + (sum(v == x for v in values) - 1) / 2 for x in values]
+
+    both_places = places(predicted), places(measured)
+    return 0.0 if any(len({*each}) < 2 for each in both_places) else statistics.correlation(*both_places)
 
 
 def folds(runs, number):

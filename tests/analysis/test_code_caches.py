@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -151,3 +152,35 @@ def test_a_record_leaves_tables_that_were_there(kind):
     before = model.table(5, torch.device("cpu"), torch.float32)
     assert ModelGraph(model, BATCH[0].to("meta")).run.recording.calls
     assert model.table(5, torch.device("cpu"), torch.float32) is before
+
+
+KEPT = {}
+
+
+class Keeps(nn.Module):
+    """Leaves in a global dict what it reads later: of its inputs, or of a shape alone."""
+
+    def __init__(self, *, of_inputs):
+        super().__init__()
+        self.of_inputs, self.up, self.down = of_inputs, nn.Linear(6, 16), nn.Linear(16, 6)
+
+    def forward(self, x):
+        KEPT["mask"] = (x.sum(-1, keepdim=True) > 0).to(x.dtype) if self.of_inputs else torch.ones(x.shape[1], 1)
+        return self.down(torch.tanh(self.up(x)) * KEPT["mask"])
+
+
+@pytest.mark.parametrize("of_inputs", [True, False])
+def test_tensors_of_a_batch_that_a_forward_leaves_in_a_global_are_warned_of_on_ranks_that_are_threads(of_inputs):
+    def said(**given):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            verdict = verify(Keeps(of_inputs=of_inputs), "dp2", [BATCH], loss=MeanSquaredError(), **given)
+        KEPT.clear()
+        return verdict, [str(each.message) for each in caught if "leaves tensors in" in str(each.message)]
+
+    _, texts = said()
+    assert bool(texts) == of_inputs
+    assert all("'KEPT'" in text and "ranks='processes'" in text for text in texts)
+    verdict, texts = said(ranks="processes")
+    assert verdict.equal, str(verdict)
+    assert not texts

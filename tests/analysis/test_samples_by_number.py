@@ -141,6 +141,12 @@ def sorted_and_put_back(m, y, x):
     return torch.zeros_like(y).index_add(0, order, m.inner(y[order]))
 
 
+def windows(m, y, x):
+    rows, order = y.repeat_interleave(4, 0), torch.tensor([[0, 1], [2, 3]])
+    each = [rows[4 * number + torch.arange(4).view(2, 2)].sum((0, 1)) for number in range(len(y))]
+    return y + torch.stack(each) * len(order)
+
+
 def tokens_first(m, y, x):
     z = torch.stack([y, 2 * y]).flatten(0, 1)
     return y + torch.zeros_like(z).index_add(0, torch.arange(len(z)), z).view(2, -1, 8).sum(0)
@@ -166,6 +172,7 @@ APART = {
     ),
     "numbers of Python for each sample": lambda m, y, x: y + y[[*range(len(y))]] + y[torch.tensor([*range(len(y))])],
     "tokens first, added in order": tokens_first,
+    "windows of each sample alone": windows,
     "no places": lambda m, y, x: y + y.gather(0, torch.zeros(0, 8, dtype=torch.long)).sum(),
     "features by a buffer": lambda m, y, x: y + y[:, m.places].sum(1, keepdim=True),
     "a convolution of each sample": lambda m, y, x: functional.conv1d(y[:, None], torch.ones(1, 1, 3), padding=1)[:, 0],

@@ -63,13 +63,13 @@ def test_anchors_far_from_the_prediction_are_warned_of():
 
 def test_where_nothing_was_measured_the_interval_is_that_of_published_runs_and_the_text_says_so():
     found, anchored = plans(), plans(anchors={"dp2": 0.01})
-    low, median, high, _ = UNMEASURED["a100-80gb"]
+    low, median, high = UNMEASURED["a100-80gb"][:3]
     assert found.interval(1.0) == (min(low, median / (1 + INTERVAL)), max(high, median / (1 - INTERVAL)))
     assert "never measured on a100-80gb with this library" in found.why(found.best)
     assert "nine in ten took 0.92 to 1.20 times as long as predicted; 17% either way at least" in found.text()
     assert "fitted            matmul_efficiency 0.694, attention_efficiency 0.476" in found.text()
     elsewhere = plan_layouts(model(), "b200:1x2", BATCH, layout="dp2")
-    assert elsewhere.interval(1.0) == UNKNOWN[::2]
+    assert elsewhere.interval(1.0) == (UNKNOWN.low, UNKNOWN.high)
     assert "guesses, which published runs on A100s and H100s exceeded" in elsewhere.why(elsewhere.best)
     assert "took longer than predicted: nine in ten 1.08 to 1.89 times as long" in elsewhere.text()
     assert "fitted" not in dict(elsewhere.notes())

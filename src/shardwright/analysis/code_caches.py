@@ -31,8 +31,11 @@ _INSTALLED = (
 
 
 @contextmanager
-def code_caches_put_back(model: nn.Module) -> Iterator[None]:
+def code_caches_put_back(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
     """Returns a context after which the caches of a model's code hold no meta tensor that they did not hold before.
+
+    It yields a list that has, once the context has ended, the tensors that were taken out of variables, dicts, lists
+    and attributes, each with the name of the variable or attribute.
 
     Looked at are the caches of the modules of Python in which the model's classes are defined, and of those that these
     import from the same package or from files beside it: functions with ``lru_cache`` or ``cache``, which are emptied,
@@ -59,23 +62,34 @@ def code_caches_put_back(model: nn.Module) -> Iterator[None]:
     lists = [(each, list(each)) for each in values if type(each) is list]
     attributes = [(kind, dict(vars(kind))) for kind in classes]
     known = [(each, each.cache_info()) for each in (*functions, *own)]
+    taken = list[tuple[str, Tensor]]()
+
+    def note(value: Any, name: str, holder: Any = None) -> None:
+        """Notes the tensors of a value that a variable holds, the one of this ``name`` or that of its ``holder``."""
+        variables = (item for held in (*names, *map(vars, classes)) for item in list(held.items()))
+        name = next((each for each, other in variables if other is holder), name) if holder is not None else name
+        taken.extend((name, leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_meta)
+
     try:
-        yield
+        yield taken
     finally:
         for function, info in known:
             if function.cache_info()[1:] != info[1:] and any(map(_has_meta, _results(function))):  # but for its hits
                 function.cache_clear()
         for entries, were in lists:
             if len(entries) != len(were) and any(map(_has_meta, entries)):
+                note(entries[len(were) :], "a list", entries)
                 entries[:] = were
         for kind, held in attributes:
             for key, value in list(vars(kind).items()):
                 if held.get(key) is not value and _has_meta(value):
+                    note(value, key)
                     setattr(kind, key, held[key]) if key in held else delattr(kind, key)
         for now, held in before:
             changed = {key: value for key, value in list(now.items()) if key not in held or held[key] is not value}
             if any(map(_has_meta, changed.values())):
-                for key in changed:
+                for key, value in changed.items():
+                    note(value, str(key), now)
                     if key in held:
                         now[key] = held[key]
                     else:

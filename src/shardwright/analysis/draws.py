@@ -113,6 +113,8 @@ class Draws:
     """The modules that draw for some samples alone, and not for all of them."""
     counted: frozenset[str] = frozenset()
     """The modules with a loop of which only the number of draws is known, and not for which sample each is."""
+    kept_outside: tuple[str, ...] = ()
+    """The global variables and class attributes in which the forward leaves tensors, which ranks as threads share."""
 
     def is_seeded(self, module: str, function: str) -> bool:
         """Returns whether the code of a module gives a function that draws a generator that the forward seeds."""
@@ -167,11 +169,18 @@ class Draws:
         are threads, which share them, or the layout ``cuts`` the batch or the model's code: what it seeds and how much
         it draws may depend on the number of samples, or on code of another stage. If the layout ``cuts_samples``, it
         also warns of a module in which samples meet (``across``): a rank would see only its own samples, so the result
-        may differ from one device. Inside of ``cut_layers``, of whose activations ranks hold parts, no module may draw
-        for one sample alone.
+        may differ from one device. If ranks are threads, it warns of variables that they share (``kept_outside``).
+        Inside of ``cut_layers``, of whose activations ranks hold parts, no module may draw for one sample alone.
         """
         for path, function in self.across if cuts_samples else ():
             warn_of_meeting(f"'{path or 'the model'}'", function, stacklevel=2)
+        if are_threads and self.kept_outside:
+            warn(
+                f"the forward leaves tensors in {', '.join(map(repr, self.kept_outside))}, outside of the model: ranks "
+                "that are threads share it, so one may read what another has left. Launch processes: "
+                "ranks='processes', of launch as of verify",
+                stacklevel=2,
+            )
         self._check_kinds()
         self._check_others(are_threads=are_threads, cuts=cuts)
         if cut_layers:
@@ -279,7 +288,7 @@ def draws_of(
     backwards = tuple(sorted({name.removesuffix("Backward") for name in recording.drawing_backwards}))
     draws = Draws(
         others=tuple(others), seeded=tuple(seeded), across=tuple(meetings(recording, axes, flow)), backwards=backwards,
-        seeds=frozenset(seeds), routing=frozenset(recording.selecting),
+        seeds=frozenset(seeds), routing=frozenset(recording.selecting), kept_outside=recording.kept_outside,
     )  # fmt: skip
     draws.unkeyed = tuple(dict.fromkeys((call.module, call.name) for call in recording.calls if call.name in UNKEYED))
     found = list(found)

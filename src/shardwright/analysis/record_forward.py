@@ -52,7 +52,7 @@ def record_forward(
 def _record(
     model: nn.Module, inputs: Any, within: Callable[[Recorded], Any], *, guess: bool
 ) -> tuple[Recording, int]:  # fmt: skip
-    with code_caches_put_back(model), ModuleLog(model) as running:
+    with code_caches_put_back(model) as taken, ModuleLog(model) as running:
         recorded = Recorded(running.where, guess=guess, runs_again=running.runs_again)
         recording = recorded.recording
         for name, parameter in model.named_parameters():
@@ -77,6 +77,7 @@ def _record(
         recording.guess = guess if recorded.num_guessed else None
         recording.uses = list(running.uses)
         record_own_functions(tensors, recorded)
+    recording.kept_outside = tuple(dict.fromkeys(name for name, tensor in taken if recorded.is_computed(tensor)))
     return recording, recorded.num_guessed
 
 

@@ -116,6 +116,9 @@ class Recording:
     """The output that is the model's own loss: ``output.loss``, ``output["loss"]`` or the first of a tuple; or None."""
     hidden_in: type | None = None
     """The class of an object in the output whose tensors a loss has to read (:func:`unseen_outputs`); else None."""
+    kept_outside: tuple[str, ...] = ()
+    """The global variables and class attributes in which the forward leaves tensors that it has computed from its
+    inputs or parameters."""
     functions: dict[str, list[RecordedCall]] = field(default_factory=dict)
     """The operators in the backward of the user's own autograd functions that lead to the outputs.
 
@@ -226,6 +229,11 @@ class Recorded(MetaValues):
             self._of_storage[key[0]].append(self._uses[key])
             self._kept.append(tensor)
         return self._uses[key]
+
+    def is_computed(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor is the result of an operator on inputs or parameters of the run."""
+        use = self._uses.get(view_key(tensor))
+        return use is not None and use.kind == ""
 
     def treat_as(self, gradient: Tensor, tensor: Tensor) -> None:
         """Notes that the dims of ``gradient`` are those of ``tensor``, whose gradient it is."""

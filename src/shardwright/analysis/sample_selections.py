@@ -213,8 +213,9 @@ class _SampleFollower:
     def _note_by_index(self, call: RecordedCall) -> None:
         """Notes an operator that takes samples at places whose numbers are not known, and that no sample decides.
 
-        The numbers are in a buffer, a constant or an input that is no batch. Indices that have as many elements as
-        there are samples, or so many for each, may take them in order, and are not noted.
+        The numbers are in a buffer, a constant or an input that is no batch. A tensor of indices with a dim as large as
+        the number of samples, or a multiple of it, may take each of them in order, and is not noted. Known numbers are
+        followed, unless they are beyond the samples of the record.
         """
         for use, index, dim in _indexed_dims(call):
             value = self._values.get(use)
@@ -223,7 +224,8 @@ class _SampleFollower:
                 continue
             if any(size % self._num_samples == 0 for size in index.shape):
                 continue
-            if _places(self._constant(index), use.shape[dim], dim if call.name == "gather" else 0) is None:
+            chosen = self._constant(index)
+            if chosen is None or not _is_within(chosen, use.shape[dim]):
                 self._note(call, [use], call.results)
 
     def _note_slots(self, call: RecordedCall) -> None:
@@ -304,10 +306,10 @@ class _SampleFollower:
         varying = [dim for dim, size in enumerate(chosen.shape) if size > 1]
         if len(varying) > 1:
             return lost
-        held_by, numbers = rows.each, chosen.flatten().tolist()
-        if numbers and not -len(held_by) <= min(numbers) <= max(numbers) < len(held_by):
+        held_by = rows.each
+        if not _is_within(chosen, len(held_by)):
             return lost
-        each = tuple(held_by[number] for number in numbers)
+        each = tuple(held_by[number] for number in chosen.flatten().tolist())
         places = [dim for dim, _ in indices]
         joint = len(torch.broadcast_shapes(*(other.shape for _, other in indices)))
         start = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
@@ -441,13 +443,16 @@ def _indexed_dims(call: RecordedCall) -> Iterator[tuple[TensorUse, TensorUse, in
 
 def _places(index: Tensor | None, size: int, dim: int = 0) -> list[int] | None:
     """Returns the numbers in known indices of a dim of ``size``, the same at all other dims; None for any others."""
-    if index is None:
+    if index is None or not _is_within(index, size):
         return None
     rows = index.movedim(dim, 0) if index.dim() > dim else index.reshape(-1)
     numbers = rows.reshape(len(rows), -1) if rows.numel() else rows.reshape(0, 1)
-    if (numbers != numbers[:, :1]).any() or (numbers.abs() > size - (numbers >= 0).long()).any():
-        return None
-    return [int(number) for number in numbers[:, 0].tolist()]
+    return None if (numbers != numbers[:, :1]).any() else [int(number) for number in numbers[:, 0].tolist()]
+
+
+def _is_within(index: Tensor, size: int) -> bool:
+    """Returns whether all numbers name an element of a dim of ``size``, from its start or its end."""
+    return bool(((index >= -size) & (index < size)).all())
 
 
 def _none(use: TensorUse) -> tuple[SampleDim | None, ...]:

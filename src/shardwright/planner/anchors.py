@@ -40,13 +40,15 @@ that :func:`error_of` gives them."""
 class StepTimes(NamedTuple):
     """How long published runs took, as multiples of the prediction: quantiles of 5, 50 and 95 percent.
 
-    ``low`` is the first of them and ``high`` the last. ``runs_on`` names the accelerators of the runs.
+    ``low`` is the first of them and ``high`` the last. ``runs_on`` names the accelerators of the runs. ``is_fitted``
+    says whether the constants of the prediction were fitted to runs on the accelerator itself.
     """
 
     low: float
     median: float
     high: float
     runs_on: str
+    is_fitted: bool = True
 
 
 FITTED = ("matmul_efficiency", "attention_efficiency")
@@ -66,7 +68,7 @@ They are rows of the newest file of ``benchmarks/planner_unmeasured/results``, r
 as ``plan`` does, with two constants that were fitted to runs of models of other widths. The constants of profiles are
 fitted to all of them. The H200 has the chip of the H100, and other memory."""
 
-UNKNOWN = StepTimes(1.08, 1.24, 1.89, "A100s and H100s")
+UNKNOWN = StepTimes(1.08, 1.24, 1.89, "A100s and H100s", is_fitted=False)
 """The same for other accelerators, which have default constants: of runs priced with these, the outermost quantiles of
 an accelerator, and the median of all."""
 

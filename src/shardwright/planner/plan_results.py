@@ -10,7 +10,7 @@ from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.constants import SLOW_START_S
 from shardwright.devices import HOST
-from shardwright.planner.anchors import INTERVAL, UNKNOWN, StepTimes, TimeScale, published_times
+from shardwright.planner.anchors import INTERVAL, StepTimes, TimeScale, published_times
 from shardwright.planner.explain import PriceDifference
 from shardwright.planner.memory import host_bytes, offloaded_bytes
 from shardwright.planner.plan_text import notes_of, text_of, warnings_of
@@ -65,7 +65,7 @@ class Plans:
         if times is None:
             return step_s / (1 + self.scale.error), step_s / (1 - self.scale.error)
         low, high = times.low, times.high
-        if times is not UNKNOWN:
+        if times.is_fitted:
             low, high = min(low, times.median / (1 + INTERVAL)), max(high, times.median / (1 - INTERVAL))
         return step_s * low, step_s * high
 
@@ -100,9 +100,9 @@ class Plans:
         times = self.published
         if times is None:
             return "by the datasheet and the constants of the cluster file"
-        if times is UNKNOWN:
-            return f"by the datasheet and guesses, which published runs on {times.runs_on} exceeded"
-        return f"by the datasheet and what published runs on {times.runs_on} reached"
+        if times.is_fitted:
+            return f"by the datasheet and what published runs on {times.runs_on} reached"
+        return f"by the datasheet and guesses, which published runs on {times.runs_on} exceeded"
 
     @property
     def knows_starts(self) -> bool:

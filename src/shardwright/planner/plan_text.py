@@ -10,7 +10,7 @@ from shardwright.cost.constants import SLOW_START_S, Constants
 from shardwright.devices import HOST
 from shardwright.formatting import format_decimal_bytes, format_duration
 from shardwright.layout import Layout
-from shardwright.planner.anchors import FITTED, INTERVAL, MOST_ANCHORED, UNKNOWN
+from shardwright.planner.anchors import FITTED, INTERVAL, MOST_ANCHORED
 from shardwright.planner.estimate import TOO_LONG
 from shardwright.planner.explain import TIED, how_much_slower, name_of_part, waterfall_lines, where_it_loses
 from shardwright.planner.memory import host_bytes, offloaded_bytes
@@ -161,20 +161,12 @@ def _of_published_runs(plans: Plans) -> Iterator[tuple[str, str]]:
     if plans.is_measured:
         return
     times, constants, usual = plans.published, plans.cluster.constants, Constants()
-    is_fitted = times is not None and times is not UNKNOWN
+    is_fitted = times is not None and times.is_fitted
     if times is not None:
-        runs, where = (
-            f"published runs of another library on {times.runs_on}",
-            "all of eight ranks in one node under dp8/zero3",
-        )
+        runs = f"published runs of another library on {times.runs_on}, all of eight ranks in one node under dp8/zero3"
         took = f"{times.low:.2f} to {times.high:.2f} times as long"
-        if is_fitted:
-            yield (
-                "interval",
-                f"{runs}, {where}: nine in ten took {took} as predicted; {INTERVAL:.0%} either way at least",
-            )
-        else:
-            yield "interval", f"{runs}, {where}, took longer than predicted: nine in ten {took}"
+        fitted = f"{runs}: nine in ten took {took} as predicted; {INTERVAL:.0%} either way at least"
+        yield "interval", fitted if is_fitted else f"{runs}, took longer than predicted: nine in ten {took}"
 
     def named(names: Iterable[str]) -> str:
         return ", ".join(f"{name} {getattr(constants, name):g}" for name in names)
