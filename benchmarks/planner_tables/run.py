@@ -10,6 +10,7 @@ import argparse
 import json
 import statistics
 import sys
+from dataclasses import dataclass
 from functools import cache
 from math import exp, log
 from pathlib import Path
@@ -38,29 +39,44 @@ def scheduled(name, stages, microbatches, chunks):
     return build(name, stages, microbatches, chunks)
 
 
-def bubble(ratios, schedule, model, stages, microbatches, *, over_least=False):
-    """The share of a step in which the stage that takes longest waits, with a forward of 1 s.
+@dataclass(frozen=True)
+class Step:
+    """A simulated step: when each stage begins and ends, and how long one works, in forwards of a stage."""
 
-    As in the papers, a step's cost is the longest time from a stage's first action to its last, since the optimizer's
-    step need not wait for other stages: 1 - m (F + I + W) / cost. With ``over_least`` it is the time from the first
-    action of all stages to the last, as a multiple of the least of one chunk a stage: the last stage begins after the
-    forwards and transfers of those before it, and then does not wait.
-    """
+    starts: list[float]
+    ends: tuple[float, ...]
+    works: float
+
+    @property
+    def bubble(self):
+        """The share of its time that the stage which takes longest waits, from its first action to its last.
+
+        The papers count so, since an optimizer's step need not wait for other stages: 1 - m (F + I + W) / cost.
+        """
+        return 1 - self.works / max(end - start for start, end in zip(self.starts, self.ends, strict=True))
+
+    @property
+    def whole_bubble(self):
+        """The share of time that a stage waits, from the first action of all stages to the last."""
+        return 1 - self.works / max(self.ends)
+
+    @property
+    def least_whole_bubble(self):
+        """The least of one chunk a stage: the last begins when the first microbatch arrives, and never waits."""
+        return 1 - self.works / (self.starts[-1] + self.works)
+
+
+def simulated(ratios, schedule, model, stages, microbatches):
     input_s, weight_s, transfer_s = ratios
     chunks = {"1F1B-I": LAYERS[model] // stages, "ZB-V": 2}.get(schedule, 1)
-    each = (1 / chunks, input_s / chunks, weight_s / chunks, transfer_s)
-    times = ChunkTimes.equal(stages * chunks, *each)
+    times = ChunkTimes.equal(stages * chunks, 1 / chunks, input_s / chunks, weight_s / chunks, transfer_s)
     if schedule in SEARCHED:
         held, limit = ChunkMemory.equal(stages), SEARCHED[schedule] * stages
         found = search(stages, microbatches, times, held, limit, max_chunks_per_stage=1)[0]
     else:
         found = scheduled(SCHEDULES[schedule], stages, microbatches, chunks)
-    ends = ends_of(found, times)[0].ends_s
-    if over_least:
-        return max(ends) / ((stages - 1) * (1 + transfer_s) + microbatches * (1 + input_s + weight_s))
     starts = [stage * (1 / chunks + transfer_s) for stage in range(stages)]  # a stage begins with its first forward
-    cost_s = max(end - start for start, end in zip(starts, ends, strict=True))
-    return 1 - microbatches * (1 + input_s + weight_s) / cost_s
+    return Step(starts, ends_of(found, times)[0].ends_s, microbatches * (1 + input_s + weight_s))
 
 
 def bubbles(rows):
@@ -76,26 +92,25 @@ def bubbles(rows):
             if row["parallel"]["num_microbatches"] == fewest and row["parallel"]["schedule"] not in SEARCHED
         ]  # fmt: skip
 
-        def computed(ratios, row, model=model, stages=stages, **options):
-            parallel = row["parallel"]
-            return bubble(ratios, parallel["schedule"], model, stages, parallel["num_microbatches"], **options)
-
-        def price(point, training=training, computed=computed):
+        def step_of(point, row, model=model, stages=stages):
             ratios = [exp(min(each, 3.0)) for each in point]
-            return statistics.mean(abs(computed(ratios, row) - row["expected"]["bubble_rate"]) for row in training)
+            parallel = row["parallel"]
+            return simulated(ratios, parallel["schedule"], model, stages, parallel["num_microbatches"])
 
-        best = simplex(price, [log(each) for each in START.values()], steps=150)
-        ratios = [exp(min(each, 3.0)) for each in best]
+        def error(point, training=training, step_of=step_of):
+            return statistics.mean(abs(step_of(point, row).bubble - row["expected"]["bubble_rate"]) for row in training)
+
+        best = simplex(error, [log(each) for each in START.values()], steps=150)
+        ratios = dict(zip(START, map(exp, best), strict=True))
         for row in table:
+            step = step_of(best, row)
             found.append({
                 "table": dataset, "model": model, "stages": stages, "schedule": row["parallel"]["schedule"],
                 "microbatches": row["parallel"]["num_microbatches"], "published": row["expected"]["bubble_rate"],
-                "computed": computed(ratios, row), "fitted": any(row is each for each in training),
-                "ratios": dict(zip(START, ratios, strict=True)),
-                **({"over_least": computed(ratios, row, over_least=True)} if row["parallel"]["schedule"] in SEARCHED
-                   else {}),
+                "computed": step.bubble, "whole_step": step.whole_bubble, "least_whole_step": step.least_whole_bubble,
+                "fitted": any(row is each for each in training), "ratios": ratios,
             })  # fmt: skip
-        print(dataset, model, stages, [round(each, 4) for each in ratios], flush=True)
+        print(dataset, model, stages, ratios, flush=True)
     return found
 
 
@@ -118,7 +133,7 @@ def made():
     rows = []
     for schedule in (*SCHEDULES, *SEARCHED):
         for microbatches in (8, 12):
-            rate = bubble((1.5, 0.8, 0.04), schedule, "1.5B", 4, microbatches)
+            rate = simulated((1.5, 0.8, 0.04), schedule, "1.5B", 4, microbatches).bubble
             rows.append({
                 "dataset": "made", "model": {"name": "1.5B"}, "expected": {"bubble_rate": rate},
                 "parallel": {"pp": 4, "num_microbatches": microbatches, "schedule": schedule},

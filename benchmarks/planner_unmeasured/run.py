@@ -26,10 +26,10 @@ import shardwright as sw
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.constants import Constants
 from shardwright.models import GPT, GPTConfig
+from shardwright.planner.anchors import FITTED
 from shardwright.planner.price import Price, Pricing
 
 DEVICES = {"a100_40gb": "a100-40gb", "a100_80gb": "a100-80gb", "h100_80gb": "h100-80gb"}
-FITTED = ("matmul_efficiency", "attention_efficiency")
 MOST_TOKENS = 8192
 """The longest sequences that are replayed; longer ones take minutes each to rehearse."""
 

@@ -176,7 +176,7 @@ def test_tensors_of_a_batch_that_a_forward_leaves_in_a_global_are_warned_of_on_r
             warnings.simplefilter("always")
             verdict = verify(Keeps(of_inputs=of_inputs), "dp2", [BATCH], loss=MeanSquaredError(), **given)
         KEPT.clear()
-        return verdict, [str(each.message) for each in caught if "leaves tensors in" in str(each.message)]
+        return verdict, [str(each.message) for each in caught if "leaves tensors outside" in str(each.message)]
 
     _, texts = said()
     assert bool(texts) == of_inputs

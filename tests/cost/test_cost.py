@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.cost.cluster import Cluster
+from shardwright.cost.cluster import MOST_LINK, Cluster
 from shardwright.cost.constants import Constants
 from shardwright.cost.device import profile, profiles
 from shardwright.cost.operators import OperatorRecord, operator_s
@@ -21,6 +21,7 @@ def test_each_profile_has_dense_figures_and_names_its_source(name):
     device = profile(name)
     assert not device.warnings
     assert "datasheet" in device.source
+    assert device.in_node_bytes_per_s < MOST_LINK * device.memory_bytes_per_s
 
 
 def test_a_peak_with_sparsity_is_warned_of(tmp_path):

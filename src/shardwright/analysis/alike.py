@@ -17,13 +17,13 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 Counters = frozenset[tuple[str, str]]
-"""Settings, as (path of a submodule, attribute), whose value is a block's place in its list, as ``layer_idx`` is."""
+"""Attributes, as (path of a submodule, name), that hold a block's index in the list of blocks, as ``layer_idx``."""
 
 
 def counters(blocks: Iterable[nn.Module]) -> Counters:
-    """Returns the settings whose value is a block's place in ``blocks``, in every block that has them.
+    """Returns the attributes whose value is the block's index in ``blocks``, in every block that has them.
 
-    A setting that only one block has is left out.
+    An attribute that only one block has is left out.
 
     >>> blocks = [nn.Linear(2, 2) for _ in range(3)]
     >>> for place, block in enumerate(blocks):

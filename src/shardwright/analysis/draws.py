@@ -176,9 +176,9 @@ class Draws:
             warn_of_meeting(f"'{path or 'the model'}'", function, stacklevel=2)
         if are_threads and self.kept_outside:
             warn(
-                f"the forward leaves tensors in {', '.join(map(repr, self.kept_outside))}, outside of the model: ranks "
-                "that are threads share it, so one may read what another has left. Launch processes: "
-                "ranks='processes', of launch as of verify",
+                f"the forward leaves tensors outside of the model, in {', '.join(map(repr, self.kept_outside))}: ranks "
+                "that are threads share that, so a rank may read what another has left. Write ranks='processes' in "
+                "sw.launch or sw.verify",
                 stacklevel=2,
             )
         self._check_kinds()

@@ -216,7 +216,10 @@ def _may_be_listed(value: Any) -> bool:
 
 
 def _is_of_samples(values: Sequence[Any]) -> bool:
-    """Returns whether no entry of a list is itself a tensor; entries that are tensors may be arguments, or features."""
+    """Returns whether a list has an entry for each sample, which is taken to be so if no entry is itself a tensor.
+
+    A list of tensors may be several arguments, or feature maps, with the samples in dim 0 of each.
+    """
     return not any(isinstance(each, Tensor) for each in values)
 
 

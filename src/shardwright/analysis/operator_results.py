@@ -217,7 +217,7 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[T
 def _bincount(indices: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """Returns a meta result of ``bincount`` with ``minlength`` counts, as if no index were larger.
 
-    Without ``minlength`` it raises NotImplementedError, since the number of counts is that of a real run only.
+    Raises: NotImplementedError: ``minlength`` is 0, so that values decide how many counts there are.
     """
     if not minlength:
         raise NotImplementedError("without minlength, the number of counts of 'bincount' is that of a real run only")

@@ -60,7 +60,7 @@ class SampleDim(NamedTuple):
 
     @property
     def is_permuted(self) -> bool:
-        """Whether samples are in another order than the batch's, and none twice; rows without a sample do not count."""
+        """Whether samples, each at most once, are in another order than in the batch; rows of no sample are ignored."""
         held = [row for row in self.rows if row != NO_SAMPLE]
         return held != sorted(held) and len({*held}) == len(held)
 
@@ -94,7 +94,7 @@ class SampleFlow:
         return next(iter(value.samples)) if value is not None and value.samples and len(value.samples) == 1 else None
 
     def permutes(self, use: TensorUse) -> bool:
-        """Returns whether a dim of a value has samples, none twice, in another order than the batch's."""
+        """Returns whether a dim of a value has its samples, each at most once, in another order than the batch."""
         value = self.values.get(use)
         return value is not None and any(each is not None and each.is_permuted for each in value.dims)
 

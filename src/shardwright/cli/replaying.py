@@ -26,7 +26,7 @@ TABLES: Mapping[str, tuple[str, Any]] = {
 
 
 def replayed(folder: Path, shared: Shared, cluster: str | None) -> tuple[dict[str, Any], str]:
-    """Predicts each measured part of the run in ``folder`` again; returns the predictions' errors as data and as text.
+    """Predicts the steps of the run in ``folder`` again; returns how far off they are, as data and as text.
 
     A part is the steps from one start of the run to the next. ``shared`` may name the run's ``model`` and ``data``, and
     must name them if they are factories, since a folder alone runs no code. ``cluster`` replaces the cluster by which

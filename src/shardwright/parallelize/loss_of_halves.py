@@ -77,12 +77,12 @@ def difference_of_halves(loss: nn.Module, output: Any, targets: Any) -> tuple[fl
     added, added_number = map(sum, zip(*halves, strict=True))
     if not number or not added_number or not all(each for each, _ in halves):
         return None
+    means = total / number, added / added_number
+    if isfinite(total) and any(terms and not isfinite(each) for each, terms in halves):
+        return means  # such as a mean over selected targets, of which a half has none
     most = _DIFFERENCE if wide is None else _WIDE_DIFFERENCE
     if found.narrowest < torch.finfo(torch.float32).bits:
         most = max(most, _NARROW_ROUNDINGS * torch.finfo(torch.bfloat16).eps)
-    means = total / number, added / added_number
-    if isfinite(total) and any(number and not isfinite(each) for each, number in halves):
-        return means  # such as a mean over selected targets, of which a half has none
     scale = max(abs(means[0]), sum(abs(each) for each, _ in halves) / abs(added_number))
     return means if abs(means[0] - means[1]) > max(most * scale, _LEAST_DIFFERENCE) else None
 

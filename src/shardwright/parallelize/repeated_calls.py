@@ -20,7 +20,8 @@ _MOST_ELEMENTS = 2**22
 
 _WRITES = frozenset(("DELETE_ATTR", "DELETE_SUBSCR", "STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR"))
 _ATTRIBUTES = frozenset(("DELETE_ATTR", "STORE_ATTR"))
-"""The opcodes that write attributes: what a copied loss writes to itself does not reach the original."""
+"""Python's opcodes that set or delete an attribute. A method of the loss may have them: it is called on a copy of the
+loss, so what it writes to itself is lost with the copy."""
 
 _KNOWN = ("torch.", "shardwright.models.", "shardwright.forward_stack", "shardwright.parallelize.loss_settings",
           "builtins", "math", "functools", "operator", "collections", "typing", "enum", "types", "weakref")  # fmt: skip

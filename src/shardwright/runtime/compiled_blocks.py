@@ -243,7 +243,10 @@ class CompiledBlock:
         return restore
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Returns the result of the compiled code or, in the cases of the module's docstring, of the block's own."""
+        """Returns the block's result by its compiled code or, where that may not run, by its own forward.
+
+        It may not run while a torch mode inspects the block's calls, and for the other reasons at the top of this file.
+        """
         decided, self._runs_compiled = self._runs_compiled, []
         if not decided:
             decided.append(self._may_run_compiled(args, named))

@@ -10,13 +10,13 @@ from shardwright.global_tensor.tensor import without_sums
 
 
 def _like(call: OperatorCall) -> ShardingDecision:
-    """The rule that keeps the input's layout, except partial sums, since each rank holds the constant itself."""
+    """Keeps the input's sbp for the result, but makes partial sums broadcast, since each rank fills in the constant."""
     x = call.tensors[0]
     return ShardingDecision([x.sbp], [without_sums(x.sbp)], _run)
 
 
 def _new(call: OperatorCall) -> ShardingDecision:
-    """The rule that makes the result broadcast, because the input's cuts may not fit the new shape."""
+    """Places the result whole on every rank (broadcast), since the new shape may not split as the input's does."""
     return ShardingDecision([call.tensors[0].sbp], [(broadcast,) * call.placement.ndim], _run)
 
 

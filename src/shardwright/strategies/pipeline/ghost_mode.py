@@ -241,7 +241,7 @@ class GhostMode(TorchFunctionMode):
         return _NativeContext() if _get_current_function_mode() is self else nullcontext()
 
     def _value(self, tensor: Tensor) -> Tensor:
-        """Returns the real tensor that a ghost (a meta tensor) stands for; any other tensor is returned as it is.
+        """Returns the received tensor for a ghost, the meta tensor in its place, and any other tensor as it is.
 
         Raises PlanError for a ghost whose value was not received.
         """

@@ -85,8 +85,8 @@ class OutputNote(OperatorNote):
         yield from _gathers(self.features, here, call.y_shape, call.element_bytes, 1)
 
     def called_as(self, path: str) -> str:
-        """Returns "", the path of the whole model, whose forwards cause this traffic."""
-        return ""  # the whole model
+        """Returns the path of the module whose calls cause these all-gathers: "", the whole model."""
+        return ""
 
 
 def _gathers(

@@ -209,7 +209,7 @@ def _num_prefetch(plan: Plan) -> int:
 
 
 def _offload_target(plan: Plan) -> OffloadTarget | None:
-    """Returns where shards and optimizer state are offloaded, host memory or disk; None if they are not.
+    """Returns where shards and optimizer state are offloaded to, host memory or disk; None without offloading.
 
     Raises LayoutError for any other place.
     """
