@@ -4,10 +4,12 @@ import warnings
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.nn import functional
 
 import shardwright as sw
+from shardwright.analysis.record_forward import record_forward
 from shardwright.models.given_loss import as_loss
 from shardwright.parallelize.loss_of_halves import difference_of_halves
 
@@ -372,3 +374,43 @@ def test_a_half_in_which_a_mean_selects_nothing_is_a_difference():
     assert torch.tensor(found).isnan().tolist() == [False, True]
     ignoring = sw.MeanLoss(lambda y, t: functional.cross_entropy(y, t, ignore_index=-100))
     assert difference_of_halves(as_loss(ignoring), output, torch.tensor([1, 2, -100, -100])) is None
+
+
+class Sending(nn.Module):
+    """The mean of cross entropy; it asks the other ranks for the number of their samples, as code for metrics does."""
+
+    def forward(self, output, targets):
+        counts = [None] * dist.get_world_size()
+        dist.all_gather_object(counts, len(targets))
+        assert counts == [4, 4]
+        return nn.functional.cross_entropy(output, targets)
+
+
+def send_in_the_loss(world, line):
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    inputs, targets = torch.ones(8, 6), torch.arange(8) % 3
+    run = sw.parallelize(model, line, world, loss=sw.MeanLoss(Sending()), example=inputs)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    return [run.step(batch, update=optimizer).item() for batch in run.shard([(inputs, targets)] * 3)]
+
+
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero3"])
+def test_a_loss_that_calls_torch_distributed_is_recorded_by_no_rank(line):
+    first, second = sw.launch(send_in_the_loss, 2, line, ranks="processes", timeout_s=30)
+    assert first == second
+    assert first[2] < first[0]
+
+
+def test_a_collective_of_torch_distributed_is_not_recorded():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(NotImplementedError, match="the code calls 'allreduce_'"):
+            record_forward(Reducing(), torch.empty(2, device="meta"))
+    finally:
+        dist.destroy_process_group()
+
+
+class Reducing(nn.Module):
+    def forward(self, x):
+        dist.all_reduce(count := torch.ones(1))
+        return x * count

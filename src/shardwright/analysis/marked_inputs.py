@@ -244,7 +244,10 @@ def map_samples(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def sample_tensors(tree: Any) -> list[Tensor]:
-    """Returns the tensors in nested values that have samples in dim 0: all but those that are marked."""
+    """Returns the tensors in nested values that have samples in dim 0: all but those that a user has marked.
+
+    The marks are :func:`whole`, :func:`packed` and :func:`per_sample`.
+    """
     return [leaf for leaf in tree_leaves(tree, is_leaf=is_mark) if isinstance(leaf, Tensor)]
 
 

@@ -40,6 +40,9 @@ _SELECTING = frozenset(["nonzero", "masked_select", "index"])
 _UNKNOWN_SIZE = frozenset(["nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim"])
 _CHOOSING = {"topk": -1, "sort": -1, "multinomial": -1, "argmax": None, "argmin": None, "max": None, "min": None}
 """The operators whose results have indices of elements that they choose along a dim, and the dim if none is given."""
+_SENDING = frozenset(("c10d", "_c10d_functional", "c10d_functional"))
+"""The namespaces of torch.distributed's operators: what they send would reach ranks that record nothing."""
+
 _SILENT = frozenset(["detach", "alias", "lift_fresh", "lift", "sym_size", "sym_stride"])
 
 Key = tuple[Any, ...]
@@ -59,7 +62,7 @@ class ValueReadError(RuntimeError):
 
 
 def view_key(tensor: Tensor) -> Key:
-    """Returns a key that identifies a tensor while its storage lives: storage, offset, shape, strides and dtype."""
+    """Returns a key of the view that a tensor is: storage, offset, shape, strides, dtype; its id if it is sparse."""
     try:
         storage = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse tensors have none
@@ -254,6 +257,8 @@ class MetaValues(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named, name = dict(kwargs or {}), func.overloadpacket.__name__
+        if func.namespace in _SENDING:
+            raise NotImplementedError(f"the code calls '{name}' of torch.distributed, which runs in steps alone")
         given = tensors_of((args, named))
         if func is torch.ops.aten.as_strided_.default and _leaves_elements(*args):
             return args[0]

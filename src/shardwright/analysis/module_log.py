@@ -57,7 +57,7 @@ class ModuleLog:
         return self._stack[-1]
 
     def runs_again(self) -> bool:
-        """Returns whether a backward will run the running code again, and not by a call of the running module."""
+        """Returns whether the running code is in a checkpoint, or in saved-tensor hooks, that its module has opened."""
         return saved_by() is not self._saving[-1]
 
     @contextmanager

@@ -33,10 +33,10 @@ _SCATTERS = frozenset(("index_add", "index_reduce", "scatter_add", "scatter_redu
 
 
 def needs_other_samples(call: RecordedCall, axes: RunAxes, batch: Collection[DimAxis]) -> bool:
-    """Returns whether an operator needs a dim whole that holds the samples, so that each result has several of them.
+    """Returns whether an operator mixes samples, because a dim along which it mixes elements holds the samples.
 
-    ``batch`` has the indices of the samples (:meth:`RunAxes.of_samples`). It is True only for operators that treat each
-    index of other dims alone: convolutions, pooling, interpolation, norms and attention.
+    ``batch`` has the indices of the samples (:meth:`RunAxes.of_samples`). Only convolutions, pooling, interpolation,
+    norms and attention are known here; for any other operator the result is False.
     """
     x = call.operands[0] if call.operands else None
     if x is None or not x.dtype.is_floating_point:

@@ -70,8 +70,8 @@ def _in_autograd_function() -> bool:
 def refusing_own_functions() -> Iterator[None]:
     """Returns a context that raises an error at its end if code inside has called a ``torch.autograd.Function``.
 
-    A function that returns its argument as it is, and does all its work in the backward, makes no node. Under a
-    profiler (``sys.setprofile``) it is not seen.
+    Such a function can return its argument as it is and work only in the backward; the traced graph then has no node
+    for it. Under a profiler (``sys.setprofile``) calls are not noticed, and nothing is raised.
 
     Raises: RuntimeError: such a function was called, where gradients are enabled.
     """

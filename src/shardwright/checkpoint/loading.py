@@ -184,7 +184,7 @@ def _wanted(
         if name not in manifest.tensors:
             continue  # a parameter without elements is not stored
         found.append((name, run.plan.state[name].parameter, parameter))
-        for key in keys.get(name, []) if optimizer is not None else ():
+        for key in keys.get(name, []) if optimizer is not None and name not in run.plan.frozen else ():
             if key == KEY and run.offload is not None:
                 continue  # the averages of such a run would not be updated
             dtype = getattr(torch, manifest.tensors[f"optimizer/{name}/{key}"][0])

@@ -324,8 +324,8 @@ def check_frozen(parameters: Mapping[str, nn.Parameter], frozen: Collection[str]
                 f"the parameter '{name}' {how} the model was laid out",
                 given=f"requires_grad={parameter.requires_grad}",
                 allowed="parameters that are trained or frozen as they were then: the traffic was planned for that",
-                fix=f"save a checkpoint, {now} the plain model's parameters, parallelize again, and write "
-                "sw.load(PATH, run) without the optimizer, whose state begins anew",
+                fix=f"save a checkpoint, {now} the plain model's parameters, parallelize and make the optimizer again, "
+                "and write sw.load(PATH, run, optimizer)",
             )
 
 

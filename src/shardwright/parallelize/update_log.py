@@ -12,15 +12,15 @@ from torch import Tensor
 
 
 class UpdateLog:
-    """Counts the steps of the optimizers given to :meth:`add`, and records the rates and options of each step.
+    """Counts the steps of the optimizers given to :meth:`add`, and records the learning rates and options.
 
-    Optimizers are numbered in the order of their first steps, so that the same code gives the same text on all ranks.
-    The value of a learning rate or option that is a tensor is not read.
+    The same code gives the same text on all ranks. The value of a learning rate or option that is a tensor is not read.
 
     >>> log, weight = UpdateLog(), torch.nn.Parameter(torch.ones(1))
     >>> log.add(torch.optim.SGD([weight], lr=0.5))
-    >>> log.lines()["number of updates"], log.lines()["learning rates"]
-    ('1', '')
+    >>> lines = log.lines()
+    >>> lines["number of updates"], lines["learning rates"]
+    ('1', '[0.5]')
     """
 
     def __init__(self) -> None:

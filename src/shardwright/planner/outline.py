@@ -53,7 +53,7 @@ class StageBlocks(NamedTuple):
 
 @dataclass
 class ModelPlans:
-    """A cache of what several layouts of one model share, such as all layouts of one search."""
+    """A cache of a model's repeated blocks, of shortened copies of it, and of the blocks in each chunk by layout."""
 
     model: nn.Module
     leaving_messages: set[object] = field(default_factory=set)

@@ -49,10 +49,9 @@ def default_folder() -> Path:
 
 @dataclass
 class RecordsFile:
-    """What was found for one model, by key; ``path`` is the file, or None if nothing is kept.
+    """A cache, by key, of what rehearsals and plans found for one model; ``path`` is its file, None for no cache.
 
-    A file that cannot be read, that anything else has written, or whose list names code that has changed since, counts
-    as empty.
+    The file counts as empty if it cannot be read, if another program wrote it, or if code that it lists has changed.
     """
 
     path: Path | None = None

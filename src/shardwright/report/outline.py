@@ -82,7 +82,7 @@ def shortened(count: int, most: int) -> list[int | None]:
 
 
 class RankGroup(NamedTuple):
-    """Ranks that store and send the same, and the name under which they are listed."""
+    """Ranks that store and send the same, have as many samples and tokens, and are listed under one name."""
 
     name: str
     ranks: tuple[Rank, ...]
@@ -91,7 +91,7 @@ class RankGroup(NamedTuple):
 def rank_groups(description: Description, many: int = MANY_RANKS) -> list[RankGroup]:
     """Returns the ranks in groups to list; up to ``many`` ranks, each is a group of its own.
 
-    With more ranks, those that store and send the same are one group.
+    With more ranks, those that store and send the same, and have as many samples and tokens, are one group.
 
     >>> alike = {"parameter_bytes": 8, "gradient_bytes": 8, "optimizer_bytes": 16}
     >>> ranks = [{"rank": r, "coord": {"dp": r // 2, "tp": r % 2}, **alike, "samples": r % 2} for r in range(20)]

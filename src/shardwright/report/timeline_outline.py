@@ -190,7 +190,7 @@ def ticks(end: float, most: int) -> list[float]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Returns all indices below ``count``, or ``most`` of them, evenly spaced, with the first and the last.
+    """Returns ``most`` (2 or more) of the indices below ``count``, evenly spaced, with both ends; all if fewer.
 
     >>> spread(3, 4), spread(64, 4)
     ([0, 1, 2], [0, 21, 42, 63])

@@ -88,7 +88,7 @@ class Log:
             self._bar.start()
 
     def add(self, row: dict[str, Any]) -> None:
-        """Writes ``row``, the metrics of one step, and updates the progress bar; failures to write become a warning."""
+        """Writes one step's metrics to the file, loggers and progress bar; failures to write become a warning."""
         if not self.writes:
             return
         with self._warning():

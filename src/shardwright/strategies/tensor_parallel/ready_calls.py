@@ -84,7 +84,10 @@ def _read(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
 
 
 class CallHost(Protocol):
-    """The mode that runs planned calls: it changes operands, refuses writes to copies, and runs on gathered tensors."""
+    """What operator calls on tensor shards need of the torch function mode that runs them.
+
+    That is operands converted for the call or gathered, and errors where code writes to a copy.
+    """
 
     axis: Axis
 
