@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardwright.analysis.call_graph import CallSite, Edge
-from shardwright.analysis.forward_record import ForwardRecord, GhostSpec, ValueName
+from shardwright.analysis.chunks_by_parameter import chunks_by_parameter
+from shardwright.analysis.forward_record import ForwardEvent, ForwardRecord, GhostSpec, ValueName
 from shardwright.errors import EXAMPLE, LayoutError
 
 
@@ -68,15 +69,27 @@ class EventsChunked:
     def _next(self, planned: EventsChunked, chunk: int, first: int) -> int:
         """Returns the event at which a chunk begins if its first call is skipped: its next call, or a later chunk's.
 
-        No event before ``first`` is considered. The chunk of a call is its chunk in the forward ``planned``.
+        No event before ``first`` is considered. The chunk of a call is its chunk in the forward ``planned``, or that of
+        the module's parameters if that forward does not call it.
         """
         later = {
             CallSite(event.name, event.number)
             for event in planned.record.events[planned.bounds[chunk] :]
             if event.number is not None
         }
+
+        def belongs(event: ForwardEvent) -> bool:
+            if event.number is not None and event.name not in planned.record.calls:
+                return any(planned.homes[name][0] >= chunk for name in planned.names.get(event.name, ()))
+            return CallSite(event.name, event.number or 0) in later
+
         events = enumerate(self.record.events[first:], first)
-        return next((n for n, e in events if CallSite(e.name, e.number or 0) in later), len(self.record.events))
+        return next((number for number, event in events if belongs(event)), len(self.record.events))
+
+    @cached_property
+    def homes(self) -> Mapping[str, Sequence[int]]:
+        """The chunks that use each parameter and buffer, or one for a name that no chunk uses, by name."""
+        return chunks_by_parameter(self, tuple(reversed(self.names.get("", ()))))
 
     @cached_property
     def chunk_of(self) -> tuple[int, ...]:

@@ -41,6 +41,11 @@ class EventStages:
         return self.units
 
     @property
+    def uncalled(self) -> frozenset[str]:
+        """The names of the :attr:`units` that the recorded forward does not call; another forward may call them."""
+        return self.units - self.chunked.record.calls.keys()
+
+    @property
     def num_chunks(self) -> int:
         """The number of pipeline chunks that the model is cut into."""
         return self.chunked.num_chunks

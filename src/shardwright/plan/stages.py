@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwright.analysis.call_graph import ChunkedModel, read_graph, sites
+from shardwright.analysis.chunks_by_parameter import chunks_by_parameter
 from shardwright.analysis.costs import Cost
 from shardwright.errors import EXAMPLE, LayoutError
 
@@ -53,16 +54,19 @@ class Stages:
     def with_arguments(self, given: Sequence[str]) -> ChunkedModel:
         """Traces the model again with other arguments of its forward, and returns the graph cut into the same chunks.
 
-        ``given`` names the arguments of the forward that are passed, as in :func:`trace`.
+        ``given`` names the arguments of the forward that are passed, as in :func:`trace`. A module that was not called
+        before runs in the chunk of its parameters.
 
-        Raises: LayoutError: the code calls a module with weights, buffers or dropout that it did not call when the
-            model was cut, or it cannot be traced with these arguments.
+        Raises: LayoutError: the code calls a module that it did not call when the model was cut, and which has buffers
+            or dropout, or is called behind a later chunk than that of its parameters; or it cannot be traced with these
+            arguments.
         """
         graph = read_graph(self.model, self.opened, given, self.whole)
         chunk_of, last_chunk = dict(self.chunked.chunk_of), dict[str, int]()
         for before, chunk in self.chunked.chunk_of.items():
             last_chunk[before.module] = max(chunk, last_chunk.get(before.module, 0))
-        known = {site for _, site in sites(self.chunked.graph)}
+        known, new = {site for _, site in sites(self.chunked.graph)}, set[str]()
+        homes = chunks_by_parameter(self.chunked, [name for name, _ in self.model.named_parameters()])
         for _, site in sites(graph):
             if site is None or site in chunk_of:
                 continue
@@ -70,14 +74,30 @@ class Stages:
                 continue  # on the inputs alone: each stage that needs the result makes this call itself
             if site.module in last_chunk:
                 chunk_of[site] = last_chunk[site.module]
-            elif not is_stateless(self.model.get_submodule(site.module)):
-                raise LayoutError(
-                    f"the code now calls '{site.module}', which it did not when the model was cut into stages",
-                    given=f"the arguments {', '.join(given)}, in training or evaluation",
-                    allowed="calls of modules that are called in training, on inputs of the form of the example",
-                    fix=f"give these arguments in the example, so that stages are cut with them too: {EXAMPLE}",
-                )
-        return ChunkedModel(graph, chunk_of, self.num_chunks, self.chunked.names)
+                continue
+            module = self.model.get_submodule(site.module)
+            weights = self.chunked.names.get(site.module, ())
+            chunks = {homes[name][0] if name in homes else -1 for name in weights}  # buffers have no home
+            drops = any(isinstance(each, DROPOUTS) for each in module.modules())
+            if len(chunks) == 1 and -1 not in chunks and not drops:
+                chunk_of[site] = min(chunks)
+                new.add(site.module)
+            elif not is_stateless(module):
+                raise _is_called_now(site.module, given)
+        found = ChunkedModel(graph, chunk_of, self.num_chunks, self.chunked.names)
+        for node, site in sites(graph) if new else ():
+            if site is not None and found.nodes[node] != chunk_of.get(site, found.nodes[node]):
+                raise _is_called_now(min(new), given)  # its result is used in an earlier chunk
+        return found
+
+
+def _is_called_now(module: str, given: Sequence[str]) -> LayoutError:
+    return LayoutError(
+        f"the code now calls '{module}', which it did not when the model was cut into stages",
+        given=f"the arguments {', '.join(given)}, in training or evaluation",
+        allowed="calls of modules that are called in training, on inputs of the form of the example",
+        fix=f"give these arguments in the example, so that stages are cut with them too: {EXAMPLE}",
+    )
 
 
 def keeps_nothing(module: nn.Module) -> bool:

@@ -135,7 +135,7 @@ def _cut(
     escaped: set[str] = set()
     while True:
         opened = _opened(model, record, num_chunks, names, closed, finest) | escaped
-        units = _units(record, opened)
+        units = _units(model, record, opened)
         found, _ = _recorded(model, inputs, units)
         out_of = {found.events[number].name for number in found.escaping}
         for path in out_of:
@@ -300,12 +300,35 @@ _OF_LAYERS = (*KNOWN_LOOPS, nn.TransformerEncoderLayer, nn.TransformerDecoderLay
 """The modules of torch that call several layers with weights, one after the other."""
 
 
-def _units(record: ForwardRecord, opened: Collection[str]) -> set[str]:
-    return {
+def _units(model: nn.Module, record: ForwardRecord, opened: Collection[str]) -> set[str]:
+    called = {
         scope.path
         for scope in record.scopes
         if scope.path not in opened and scope.caller >= 0 and record.scopes[scope.caller].path in opened
     }
+    return called | _uncalled(model, record, opened)
+
+
+def _uncalled(model: nn.Module, record: ForwardRecord, opened: Collection[str]) -> set[str]:
+    """Returns the largest modules that this forward does not call, of which another forward may call some.
+
+    They lie in ``opened`` modules, or in lists and dicts of these.
+    """
+    paths = {scope.path for scope in record.scopes}
+    around = {".".join(parts[:n]) for path in paths for parts in [path.split(".")] for n in range(len(parts))}
+    found = set[str]()
+
+    def look(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            inner = f"{path}.{name}" if path else name
+            holds = type(child).forward is nn.Module.forward  # a list or dict, which is not called itself
+            if inner in opened or (inner not in paths and (inner in around or holds)):
+                look(child, inner)
+            elif inner not in paths:
+                found.add(inner)
+
+    look(model, "")
+    return found
 
 
 # ---- units again, as large as the chunks allow
@@ -331,7 +354,7 @@ def _closed_again(
     inside |= {path for path in stages.opened for each in hooked if each.startswith(f"{path}.")}
     opened = {"", *inside}
     while len(opened) < len(stages.opened):
-        units = _units(whole, opened)
+        units = _units(model, whole, opened)
         starts = [_start_of(fine, start, units) for start in fine.bounds[1:-1]]
         try:
             record, _ = _recorded(model, inputs, units)

@@ -16,6 +16,7 @@ from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import ParameterIndex
 from shardwright.analysis.forward_record import ValueName
 from shardwright.analysis.operator_results import tensors_of
+from shardwright.errors import EXAMPLE, LayoutError
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.schedule import Schedule
 from shardwright.rng import RngTracker
@@ -133,6 +134,7 @@ class GhostStage(PipelineStage[EventStages]):
             if self.rng is not None:
                 self.rng.samples = microbatch.samples
             found = self.stages.with_inputs(inputs, None if self.rng is None else self.rng.draw)
+            self._check_homes(found)
             kind = (str(tree), self.model.training)
             if kind not in self._compared:  # all stages begin the same kinds of runs, so all of them compare here
                 self._compared.add(kind)
@@ -141,6 +143,21 @@ class GhostStage(PipelineStage[EventStages]):
         for old in list(self._records)[:-KEPT_RECORDS]:
             del self._records[old]
         return found
+
+    def _check_homes(self, chunked: EventsChunked) -> None:
+        """Raises LayoutError if a chunk of this forward uses parameters that are stored on another stage alone."""
+        planned = self.stages.chunked
+        trained = {name for name, _ in self.stages.model.named_parameters()}
+        for chunk in range(chunked.num_chunks):
+            for name in trained.intersection(chunked.weights_of(chunk)):
+                if self.stage_of[chunk] not in {self.stage_of[home] for home in planned.homes[name]}:
+                    raise LayoutError(
+                        "this forward calls modules on another stage than the example did",
+                        given=f"'{name}' is used on stage {self.stage_of[chunk]}, and stored on stage "
+                        f"{self.stage_of[planned.homes[name][0]]}",
+                        allowed="forwards whose calls of a module lie on the stage that stores its parameters",
+                        fix=f"{EXAMPLE}, with these arguments; or name other modules: cut:first,second",
+                    )
 
     def _follows(self, chunked: EventsChunked, microbatch: Microbatch) -> bool:
         """Returns whether a microbatch's forward, run on ghosts (meta tensors) only, makes the calls of this record."""

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from shardwright.analysis.batch_norms import batch_norms, keeps_state_between_calls
 from shardwright.analysis.call_graph import Edge
+from shardwright.analysis.chunks_by_parameter import chunks_by_parameter
 from shardwright.analysis.copying import copied
 from shardwright.analysis.structure import has_hooks
 from shardwright.axes import LayoutAxis
@@ -145,7 +146,14 @@ class Pipeline:
         plan = replace(plan, scatters=plan.layout.chosen("pp").option("scatter") is not None)
         schedule, stages = _schedule_and_stages(job, plan)
         _check_module_state(job, plan, schedule, stages)
-        holders = _holders(stages, schedule, tuple(plan.compute))
+        # buffers that no chunk uses are on all stages, but those of modules that only other forwards call
+        spare = [
+            f"{path}.{name}"
+            for path in (stages.uncalled if isinstance(stages, EventStages) else ())
+            for name, _ in job.model.get_submodule(path).named_buffers()
+        ]
+        chunks_of = chunks_by_parameter(stages.chunked, [*plan.compute, *spare])
+        holders = {name: sorted({schedule.stage_of[at] for at in chunks}) for name, chunks in chunks_of.items()}
         compute, state, buffers = dict(plan.compute), dict(plan.state), dict(plan.buffers)
         for name, where in holders.items():
             if name in compute:
@@ -171,7 +179,7 @@ class Pipeline:
         for path, module in job.model.named_modules() if _splits(schedule) and not runs_on_parts(plan) else ():
             if may_split(module) and Rung.OPERATOR not in plan.wrapped.get(path, {}):
                 plan = plan.wraps(path, Rung.SPLIT_BACKWARD, self.name)
-        return replace(plan, param_groups=_by_chunk(plan.param_groups, stages), loss_axes=plan.loss_axes | {"pp"})
+        return replace(plan, param_groups=_by_chunk(plan.param_groups, chunks_of), loss_axes=plan.loss_axes | {"pp"})
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> AppliedStrategy:
         """Returns this rank's pipeline stage (``Stage`` or ``GhostStage``), of which the executor runs the chunks.
@@ -458,26 +466,13 @@ def _num_chunks(option: Option) -> int | None:
     return int(option.value[1:])
 
 
-def _holders(stages: Stages | EventStages, schedule: Schedule, parameters: tuple[str, ...]) -> dict[str, list[int]]:
-    """Returns the stages that hold each parameter and buffer, by name; the first stage for one that no code uses."""
-    found: dict[str, set[int]] = {name: set() for name in parameters}
-    for chunk in range(schedule.num_chunks):
-        for name in stages.chunked.weights_of(chunk):
-            found.setdefault(name, set()).add(schedule.stage_of[chunk])
-    return {name: sorted(where) or [0] for name, where in found.items()}
-
-
-def _by_chunk(groups: tuple[ParamGroup, ...], stages: Stages | EventStages) -> tuple[ParamGroup, ...]:
+def _by_chunk(groups: tuple[ParamGroup, ...], chunks_of: Mapping[str, Sequence[int]]) -> tuple[ParamGroup, ...]:
     """Splits param groups at the cuts, so that each group's parameters are first used in one chunk; sorts by chunk."""
-    first_chunk: dict[str, int] = {}
-    for chunk in range(stages.num_chunks):
-        for name in stages.chunked.weights_of(chunk):
-            first_chunk.setdefault(name, chunk)
     found: list[tuple[int, ParamGroup]] = []
     for group in groups:
-        chunks = sorted({first_chunk.get(name, 0) for name in group.parameters})
+        chunks = sorted({chunks_of[name][0] for name in group.parameters})
         for chunk in chunks:
-            parameters = tuple(name for name in group.parameters if first_chunk.get(name, 0) == chunk)
+            parameters = tuple(name for name in group.parameters if chunks_of[name][0] == chunk)
             name = group.name if len(chunks) == 1 else f"{group.name} ({chunk})"
             found.append((chunk, ParamGroup(name, parameters)))
     return tuple(group for _, group in sorted(found, key=lambda each: each[0]))

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from shardwright.analysis.batch_norms import batch_norms
 from shardwright.analysis.dim_letters import Role
 from shardwright.analysis.reached import tensors_outside
 from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
@@ -126,7 +127,10 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
                 readers[use.name].add(call.module)
     if size == 1:
         return GraphCuts({}, readers, kept)
-    cut = _cut(recording, axes, size, kept)
+    # nothing ties the features of a norm that this forward does not call to its statistics: it stays whole
+    uncalled = {name for name, _ in model.named_parameters() if name not in recording.parameters_used}
+    norms = {f"{path}.{name}".lstrip(".") for path, norm in batch_norms(model) for name, _ in norm.named_parameters()}
+    cut = _cut(recording, axes, size, kept | (uncalled & norms))
     found = cut.parts
     gathered = gather_output_layers(model, recording, axes, size, {*found, *kept}, readers, cut.most_sent)
     more = {f"{path}.{name}": p for path, layer in gathered.items() for name, p in layer.named_parameters()}

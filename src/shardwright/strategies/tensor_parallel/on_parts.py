@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial, wraps
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from math import prod
 from typing import Any
 
@@ -337,7 +337,7 @@ def apply_on_parts(
         held = [*(each for each in mine if each.fetch is not None), *tags] if path == "" else mine
         is_norm = kind_of(module) in BATCH_NORMS
         around = (
-            partial(_norm_on_parts, mode, held, output)
+            partial(_norm_on_parts, mode, module, held, output)
             if is_norm and mode
             else partial(_on_parts, mode, held, path == "", output)
         )
@@ -402,17 +402,24 @@ def _on_parts(
     return on_parts
 
 
-def _norm_on_parts(mode: PartsMode, held: Sequence[HeldPart], output: OutputParts | None, forward: Forward) -> Forward:
+def _norm_on_parts(
+    mode: PartsMode, module: nn.Module, held: Sequence[HeldPart], output: OutputParts | None, forward: Forward
+) -> Forward:  # fmt: skip
     """Wraps a BatchNorm to run on this rank's channels; statistics are shared only over axes that cut samples."""
     channels = next((each.part.cuts[0] for each in held if each.part is not None), None)
+    is_whole = not held and any(True for _ in chain(module.parameters(), module.buffers()))
 
     def on_parts(input: Tensor) -> Tensor:
         part = tagged(input)
-        if part is None or channels is None or part.cuts[1] != channels:
+        if part is not None and is_whole:  # the recorded forward does not call it
+            with torch._C.DisableTorchFunction():
+                input = mode.whole(input)
+        elif part is None or channels is None or part.cuts[1] != channels:
             return run(input)  # type: ignore[no-any-return]
         with torch._C.DisableTorchFunction():
             found: Tensor = forward(input)
-        tag(found, part)
+        if not is_whole:
+            tag(found, part)
         return found
 
     run = _on_parts(mode, held, False, output, forward)
