@@ -129,7 +129,7 @@ class Pipeline:
     def place(self, job: Job, plan: Plan) -> Plan:
         """Returns the plan with a schedule, and with each parameter and buffer on the stages that use it.
 
-        A parameter that no code uses is on the first stage, and such a buffer on all of them.
+        A parameter that no code uses is on the stage of its neighbour in the model, and such a buffer on all of them.
 
         Raises: LayoutError: the model cannot be cut into that many chunks or has hooks itself; an option of ``pp`` does
             not fit; several stages call a layer that updates state in every call, such as a BatchNorm, or share an
