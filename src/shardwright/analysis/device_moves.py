@@ -156,6 +156,17 @@ def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dic
     return mark_made(function(*args, **named), args)
 
 
+_OF_PACKED = frozenset((
+    torch._C._VariableFunctions._pack_padded_sequence, torch._C._VariableFunctions._pad_packed_sequence,
+    torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
+))  # fmt: skip
+"""The functions of packed sequences, whose lengths (the second argument) are on the CPU wherever the sequences are."""
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype is torch.int64
+
+
 class OnMeta(TorchFunctionMode):
     """A context in which meta tensors report the CPU as their device, as if the code ran there.
 
@@ -227,7 +238,8 @@ class IgnoresDeviceMoves(TorchFunctionMode):
                 if self._device.type == "meta" and _writes(func):
                     self._on_meta.pop(found[0], None)  # its key is a weak reference, with which no tensor is swapped
                     to_meta_if_written(func, args, named)
-                args, named = tree_map_only(Tensor, self._on_device, (args, named))
+                counts = args[1] if func in _OF_PACKED and _is_count(args[1]) else None
+                args, named = tree_map_only(Tensor, lambda x: x if x is counts else self._on_device(x), (args, named))
             return mark_made(func(*args, **named), args) if self._device.type == "meta" else func(*args, **named)
         if func is Tensor.to and not _names_device(args[1:], named):
             return func(*args, **named)

@@ -28,9 +28,11 @@ from shardwright.analysis.costs import Cost, CostCounting
 from shardwright.analysis.device_moves import TAKES_GRADIENT, call_on_meta
 from shardwright.analysis.draw_calls import DrawCall, draw_of
 from shardwright.analysis.forward_record import (
+    PACKING,
     ForwardEvent,
     ForwardRecord,
     GhostSpec,
+    LengthResult,
     ModuleSpan,
     SharedOperand,
     ValueName,
@@ -325,6 +327,9 @@ class _ForwardRecorder(TorchFunctionMode):
         leaves, tree = tree_flatten(results)
         found: list[Any] = []
         known: dict[int, Any] = {id(tensor): SharedOperand(number) for number, tensor in reversed([*enumerate(given)])}
+        if number is None and name in PACKING:
+            known[id(leaves[1])] = LengthResult(1)
+            self.vary(leaves[1])
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and id(leaf) not in known:  # a tensor that is returned twice is one value
                 known[id(leaf)] = self._spec(leaf, (here, place))

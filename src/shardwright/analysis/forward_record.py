@@ -54,6 +54,19 @@ class SharedOperand(NamedTuple):
     operand: int
 
 
+class LengthResult(NamedTuple):
+    """Stands for a result that follows from the lengths of packed sequences alone, so that every stage computes it.
+
+    Torch keeps it on the CPU. ``place`` is its place among the call's results.
+    """
+
+    place: int
+
+
+PACKING = frozenset(("_pack_padded_sequence", "_pad_packed_sequence"))
+"""The functions of torch that have such a result (:class:`LengthResult`), as their second one."""
+
+
 @dataclass(frozen=True, eq=False)
 class ForwardEvent:
     """One recorded call: of a module, or of a function outside of modules.
@@ -61,10 +74,10 @@ class ForwardEvent:
     ``name`` is a module's path and ``number`` counts its calls; for a function, ``name`` is the function's name and
     ``number`` is None. ``takes`` names the tensors among the arguments: values by :data:`ValueName`, parameters by
     their names, and None for other tensors. ``plain`` is what :func:`plain_of` returns for the arguments.
-    ``results`` are the leaves of the returned ``tree``, with a :class:`GhostSpec` or :class:`SharedOperand` for each
-    tensor. ``written`` lists, by their index in ``takes``, the operands that the call writes to, with their new values.
-    ``reads`` has the names of the parameters that the call uses and, for a module, of the buffers too. ``cost`` is that
-    of the forward call.
+    ``results`` are the leaves of the returned ``tree``, with a :class:`GhostSpec`, :class:`SharedOperand` or
+    :class:`LengthResult` for each tensor. ``written`` lists, by their index in ``takes``, the operands that the call
+    writes to, with their new values. ``reads`` has the names of the parameters that the call uses and, for a module, of
+    the buffers too. ``cost`` is that of the forward call.
     """
 
     name: str

@@ -43,6 +43,8 @@ _CHOOSING = {"topk": -1, "sort": -1, "multinomial": -1, "argmax": None, "argmin"
 _SENDING = frozenset(("c10d", "_c10d_functional", "c10d_functional"))
 """The namespaces of torch.distributed's operators: what they send would reach ranks that record nothing."""
 
+_PACKING = "_pack_padded_sequence"
+"""The operator that leaves out the padding of sequences, whose lengths must be on the CPU."""
 _SILENT = frozenset(["detach", "alias", "lift_fresh", "lift", "sym_size", "sym_stride"])
 
 Key = tuple[Any, ...]
@@ -266,7 +268,7 @@ class MetaValues(DispatchMode):
             return self._silently(func, args, named, given)
         values = [self.values(tensor) for tensor in given]
         known = self.keeps_values and name not in RANDOM and all(value is not None for value in values)
-        self.num_reads += name in _READS or _has_size_of_values(name, args, named)
+        self.num_reads += name in _READS or name == _PACKING or _has_size_of_values(name, args, named)
         small = known and sum(value.numel() for value in values if value is not None) <= MOST_ELEMENTS
         if name in _READS:
             if not known:
@@ -303,6 +305,8 @@ class MetaValues(DispatchMode):
 
     def _on_meta(self, func: Any, name: str, args: Any, named: dict[str, Any], known: bool) -> Any:
         written = written_arguments(func, args, named, Tensor)
+        if name == _PACKING:
+            return func(args[0], self._lengths_of(args[0], args[1], *args[2:]), *args[2:])
         if _has_size_of_values(name, args, named) or (known and name == "bincount"):
             if known:
                 return tree_map_only(Tensor, self._meta_of, func(*self._on_cpu(args), **self._on_cpu(named)))
@@ -330,6 +334,14 @@ class MetaValues(DispatchMode):
         elif self._spread and name in _CHOOSING:
             self._spread_indices(func, args, named, results)
         return results
+
+    def _lengths_of(self, padded: Tensor, lengths: Tensor, batch_first: bool = False) -> Tensor:
+        """Returns the lengths of padded sequences on the CPU, longest first; where unknown, as long as the tensor."""
+        known = self.values(lengths)
+        if known is None:
+            self.read(lengths)
+            return torch.full(lengths.shape, padded.shape[int(batch_first)])
+        return known.sort(descending=True).values
 
     def _spread_indices(self, func: Any, args: Any, named: Any, results: Any) -> None:
         """Gives values to the indices that ``topk``, ``argmax`` and the like return: each index is chosen as often.

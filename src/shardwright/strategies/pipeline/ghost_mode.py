@@ -22,6 +22,7 @@ from shardwright.analysis.forward_events import ParameterIndex, below_functions,
 from shardwright.analysis.forward_record import (
     ForwardEvent,
     GhostSpec,
+    LengthResult,
     SharedOperand,
     ValueName,
     plain_of,
@@ -207,7 +208,8 @@ class GhostMode(TorchFunctionMode):
                 selects = self._chunk is None and number in self._chunked.record.selections and not event.written
                 if selects and any(isinstance(spec, GhostSpec) for spec in event.results):
                     self._check_selected(event, call, args, named)
-                return self._ghosts(event, given)
+                computed = self._lengths(event, call, args, named)
+                return self._ghosts(event, given, computed)
         self._before(number)
         asked = given
         if any(takes):
@@ -290,8 +292,19 @@ class GhostMode(TorchFunctionMode):
         if spec.name in self._sent:
             self.made[spec.name] = tensor
 
-    def _ghosts(self, event: ForwardEvent, given: Sequence[Tensor]) -> Any:
+    def _lengths(self, event: ForwardEvent, call: Any, args: Any, named: Any) -> Sequence[Any]:
+        """Returns the results of a call of which each stage computes some (:class:`LengthResult`), else nothing.
+
+        Raises PlanError if the others have other shapes than in the record, since the sequences have other lengths.
+        """
+        if not any(isinstance(leaf, LengthResult) for leaf in event.results):
+            return ()
+        return self._on_zeros(event, call, args, named)
+
+    def _ghosts(self, event: ForwardEvent, given: Sequence[Tensor], computed: Sequence[Any]) -> Any:
         def result(leaf: Any) -> Any:
+            if isinstance(leaf, LengthResult):
+                return computed[leaf.place]
             if isinstance(leaf, SharedOperand):
                 return given[leaf.operand]
             return ghosts[leaf.name] if isinstance(leaf, GhostSpec) else leaf
@@ -307,14 +320,20 @@ class GhostMode(TorchFunctionMode):
 
         They are elements of a ghost, the meta tensor that stands for another stage's value.
         """
+        self._on_zeros(event, call, args, named)
+
+    def _on_zeros(self, event: ForwardEvent, call: Any, args: Any, named: Any) -> list[Any]:
+        """Returns a call's results on zeros in place of ghosts; raises PlanError if they differ in shape from these."""
         # a mask cannot index a ghost, which is on the meta device: a single zero stands for it, expanded to its shape
         args, named = map_tensors(
             (args, named),
             lambda t: torch.zeros((), dtype=t.dtype, device=self._device).expand(t.shape) if t.is_meta else t,
         )
-        for leaf, spec in zip(tree_leaves(call(*args, **named)), event.results, strict=True):
+        results = tree_leaves(call(*args, **named))
+        for leaf, spec in zip(results, event.results, strict=True):
             if isinstance(spec, GhostSpec) and tuple(leaf.shape) != spec.shape:
                 raise self._differs(f"a value of shape {tuple(leaf.shape)} and not {spec.shape}")
+        return results
 
     def _where(self) -> str:
         after = f"after {self._events[self._at - 1]}" if self._at else "at the beginning of the forward"
