@@ -7,8 +7,11 @@ from torch import nn
 from shardwright import verify
 from shardwright.analysis.parameter_writes import written_parameters
 from shardwright.analysis.record_forward import record_forward
-from shardwright.errors import LayoutError
+from shardwright.comm.launch import launch
+from shardwright.errors import LayoutError, PlanError
+from shardwright.layout import Layout
 from shardwright.models.losses import MeanSquaredError
+from shardwright.parallelize import parallelize
 
 
 class Masked(nn.Linear):
@@ -126,3 +129,58 @@ def test_a_momentum_encoder_is_updated_once_a_step_or_refused(line):
         return
     verdict = verify(model, line, batches(), loss=MeanSquaredError())
     assert verdict.equal, str(verdict)
+
+
+class Assigning(torch.optim.SGD):
+    """An optimizer that assigns new values to ``.data`` of a parameter, as many outside of torch do."""
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data = parameter.data - group["lr"] * parameter.grad
+
+
+@pytest.mark.parametrize(
+    "line", ["dp2", "tp2", "dp2/zero1", "dp2/zero2", "dp2/zero3", "dp2/zero3 bf16", "pp2 mb2 dp2/zero3"]
+)
+def test_values_that_are_assigned_to_data_of_parameters_are_trained(line):
+    given, plain = batches(), model("none")
+    one = torch.optim.SGD(plain.parameters(), lr=0.1)
+    start = {name: p.clone() for name, p in plain.state_dict().items()}
+    for inputs, targets in given:
+        one.zero_grad()
+        nn.functional.mse_loss(plain(inputs), targets).backward()
+        one.step()
+        with torch.no_grad():
+            plain[0].weight.mul_(0.5)
+    again = model("none")
+    again.load_state_dict(start)
+
+    def work(world):
+        run = parallelize(again, line, world, loss=MeanSquaredError(), example=given[0][0])
+        optimizer = run.optimizer(Assigning, lr=0.1)
+        for batch in run.shard(given):
+            run.step(batch, update=optimizer)
+            if "0.weight" in run.parameters:
+                run.parameters["0.weight"].data = run.parameters["0.weight"].data * 0.5
+            run.changed()
+        return run.state_dict()
+
+    found = launch(work, Layout.parse(line).num_ranks, ranks="threads")[0]
+    off = 2e-3 if "bf16" in line else 1e-6
+    for name, expected in plain.state_dict().items():
+        torch.testing.assert_close(found[name], expected, rtol=off, atol=off)
+
+
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero1", "dp2/zero3", "tp2"])
+def test_freezing_the_parameters_of_a_run_is_refused(line):
+    given, (batch, _) = model("none"), batches()
+
+    def work(world):
+        run = parallelize(given, line, world, loss=MeanSquaredError(), example=batch[0])
+        run.parameters["0.weight"].requires_grad_(False)
+        with pytest.raises(PlanError, match=r"'0.weight' was frozen since the model was laid out"):
+            run.step(next(run.shard([batch])))
+
+    launch(work, Layout.parse(line).num_ranks, ranks="threads")

@@ -232,6 +232,16 @@ def draws_numbers(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]
     return function in _OTHERS or draw_of(function, args, named) is not None
 
 
+def draws_by_method(name: str) -> bool:
+    """Returns whether a method of tensors draws random numbers, by its name.
+
+    >>> draws_by_method("bernoulli_"), draws_by_method("relu_")
+    (True, False)
+    """
+    function = getattr(Tensor, name, None)
+    return function in _PARAMETERS or function in _OTHERS
+
+
 def _bound(parameters: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call by parameter name, bound as torch's parser does."""
     given: dict[str, Any] = {}

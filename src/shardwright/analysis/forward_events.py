@@ -321,7 +321,7 @@ class _ForwardRecorder(TorchFunctionMode):
 
     def _add(
         self, name: str, number: int | None, given: Sequence[Tensor], takes: Any, plain: tuple[str, ...], results: Any,
-        written: Sequence[int], reads: frozenset[str], cost: Cost,
+        written: Sequence[int], reads: frozenset[str], cost: Cost, raised: Exception | None = None,
     ) -> None:  # fmt: skip
         here = len(self.record.events)
         leaves, tree = tree_flatten(results)
@@ -335,7 +335,7 @@ class _ForwardRecorder(TorchFunctionMode):
                 known[id(leaf)] = self._spec(leaf, (here, place))
             found.append(known[id(leaf)] if isinstance(leaf, Tensor) else leaf)
         changed = tuple((place, self._spec(given[place], (here, len(leaves) + place))) for place in written)
-        event = ForwardEvent(name, number, takes, tree, plain, tuple(found), changed, reads, cost)
+        event = ForwardEvent(name, number, takes, tree, plain, tuple(found), changed, reads, cost, raised)
         self.record.events.append(event)
 
     def _spec(self, tensor: Tensor, name: ValueName) -> GhostSpec:
@@ -402,12 +402,15 @@ class _ForwardRecorder(TorchFunctionMode):
         scope, before, first = len(self.record.scopes), self._work.now(), len(self.record.events)
         self.record.scopes.append(ModuleSpan(path, self._scope, first, first, Cost(), False))
         outer, self._scope = self._scope, scope
-        results = original(*args, **named)
-        self._note_functions(tensors_of(results))
-        self._scope = outer
-        cost, stop = self._work.since(before), len(self.record.events)
-        is_free = all(self._name(tensor) is None for tensor in tensors_of(results))
-        self.record.scopes[scope] = ModuleSpan(path, outer, first, stop, cost, is_free)
+        is_free = False
+        try:
+            results = original(*args, **named)
+            self._note_functions(tensors_of(results))
+            is_free = all(self._name(tensor) is None for tensor in tensors_of(results))
+        finally:  # code around it may catch what it raises
+            self._scope = outer
+            cost, stop = self._work.since(before), len(self.record.events)
+            self.record.scopes[scope] = ModuleSpan(path, outer, first, stop, cost, is_free)
         return results
 
     def _call_unit(self, path: str, number: int, original: Any, args: Any, named: Any) -> Any:
@@ -419,14 +422,19 @@ class _ForwardRecorder(TorchFunctionMode):
             versions = [tensor._version for tensor in given]
         self._unit, self._reads = len(self.record.events), set()
         self._given = frozenset(name for name in takes if isinstance(name, tuple))
-        before = self._work.now()
-        results = original(*args, **named)
+        before, raised = self._work.now(), None
+        try:
+            results = original(*args, **named)
+        except Exception as failure:  # which the code around it may catch
+            results, raised = (), failure
         with below_functions():
             written = [place for place, tensor in enumerate(given) if tensor._version != versions[place]]
             self._note_functions(tensors_of(results))
             self._unit = None
             reads, cost = frozenset(self._reads), self._work.since(before)
-            self._add(path, number, given, takes, plain_of(args, named), results, written, reads, cost)
+            self._add(path, number, given, takes, plain_of(args, named), results, written, reads, cost, raised)
+        if raised is not None:
+            raise raised
         return results
 
     def finish(self, outputs: Any) -> ForwardRecord:

@@ -77,7 +77,8 @@ class ForwardEvent:
     ``results`` are the leaves of the returned ``tree``, with a :class:`GhostSpec`, :class:`SharedOperand` or
     :class:`LengthResult` for each tensor. ``written`` lists, by their index in ``takes``, the operands that the call
     writes to, with their new values. ``reads`` has the names of the parameters that the call uses and, for a module, of
-    the buffers too. ``cost`` is that of the forward call.
+    the buffers too. ``cost`` is that of the forward call. ``raised`` is the exception that a module has raised and the
+    code around it has caught.
     """
 
     name: str
@@ -89,6 +90,7 @@ class ForwardEvent:
     written: tuple[tuple[int, GhostSpec], ...]
     reads: frozenset[str]
     cost: Cost
+    raised: Exception | None = None
 
     @cached_property
     def is_leaf(self) -> bool:

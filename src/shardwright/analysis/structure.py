@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from shardwright.analysis.copying import copied
-from shardwright.analysis.draw_calls import RefusesRandomNumbers
+from shardwright.analysis.draw_calls import RefusesRandomNumbers, draws_by_method
 from shardwright.analysis.kept_traces import kept
 from shardwright.analysis.torch_loops import KNOWN_LOOPS, loop_of
 from shardwright.analysis.traced_names import NO_TENSOR, ResultClass, class_of_result, traceable_forward
@@ -249,6 +249,8 @@ def trace(
         reading = ShowsReads(tracer, weights)
         with refusing_own_functions(), RefusesRandomNumbers(), reading, torch.enable_grad(), full_precision:
             output = graph.output(tracer.create_arg(forward(*bound.args, **bound.kwargs)))
+        if any(node.op == "call_method" and draws_by_method(str(node.target)) for node in graph.nodes):
+            return None  # a method of what stands for a tensor is no call that RefusesRandomNumbers sees
         if any(each._buffers.get(name) is not buffer for each, kept in buffers for name, buffer in kept.items()):
             return None  # a graph does not replace a module's buffers
         if reads is not None and reads.has_changed():

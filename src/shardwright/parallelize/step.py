@@ -109,6 +109,7 @@ class TrainStep:
         check_trains(self.plan)
         with torch._C.DisableTorchFunctionSubclass():  # parameters that are marked between steps answer slowly
             check_frozen(self._executor.parameters, self.plan.frozen)
+            check_frozen(self.parameters, self.plan.frozen)  # under ZeRO they are others than those of the model
             check_structure(self._structure)
         assert batch.num_global is not None, "checked before"
         check_full(self._executor.model, self.plan, batch.num_global)

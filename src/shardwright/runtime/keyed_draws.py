@@ -385,16 +385,16 @@ def key_draws(
     drawing = None if draws is None else draws.in_modules()
     of_layer = {*with_samples_in_dim_1(model)}
     of_cut = {*(cuts or {})}
-    others = set()
+    others, folded = set(), dict[str, int]()
     for path, module in model.named_modules():
         places = {FIRST} if drawing is None else drawing.get(path, {FIRST})
-        if type(module) is nn.MultiheadAttention and "forward" not in vars(module) and ALONE not in places:
-            continue  # the layer itself is keyed, and so is dropout of samples in dim 0, or where a layer is known
         # a dropout layer keys its own masks; where the record has samples in other dims, the record's places do
+        known_by_layer = path in of_layer and places.isdisjoint((ALONE, MIXED, SELECTED))
+        if type(module) is nn.MultiheadAttention and "forward" not in vars(module) and ALONE not in places:
+            folded.update((path, place.outside) for place in places if place not in (None, MIXED, SELECTED, FIRST))
+            continue  # the layer itself is keyed
         if type(module) in KEYED and (
-            places == {FIRST}
-            or (path in of_layer and places.isdisjoint((ALONE, MIXED, SELECTED)))
-            or (path in of_cut and places <= {FIRST, None})
+            known_by_layer or places == {FIRST} or (path in of_cut and places <= {FIRST, None})
         ):
             continue
         draws_itself = _may_draw(module) if drawing is None else path in drawing
@@ -410,7 +410,7 @@ def key_draws(
             keyed.counted[path] = module
     if keyed.counted:
         rng.forward_ended = partial(keyed.check_calls, rows or {})
-    key_dropout(model, rng, cuts, rows, tokens, but=others)
+    key_dropout(model, rng, cuts, rows, tokens, but=others, folded=folded)
 
 
 def _shared(model: nn.Module, routing: Collection[str]) -> dict[str, list[str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -204,6 +205,8 @@ class GhostMode(TorchFunctionMode):
         if not self._first <= number < self._stop:
             if number >= self._stop:
                 raise ChunkStoppedError  # the user's code has caught the first one
+            if event.raised is not None:
+                raise copy(event.raised)
             with below_functions():
                 selects = self._chunk is None and number in self._chunked.record.selections and not event.written
                 if selects and any(isinstance(spec, GhostSpec) for spec in event.results):
@@ -222,6 +225,8 @@ class GhostMode(TorchFunctionMode):
                     results = _checkpointed(call, args, named)
                 else:
                     results = call(*args, **named)
+            if event.raised is not None:
+                raise self._differs(f"{event}, which did not raise a {type(event.raised).__name__}")
             results = self._marked(event, given, results)
             for place, spec in event.written:  # the code holds the tensor that it had, and not what was received
                 tag_value(asked[place], spec.name)

@@ -115,6 +115,17 @@ class FlatParameter:
 
     # ---- parameters
 
+    def take_assigned(self) -> None:
+        """Copies what code has assigned to ``.data`` of sharded parameters to the shard, of which they are views again.
+
+        The shard is what ranks all-gather: without this the assigned values would train, and compute nothing.
+        """
+        first, width = self.shard.data_ptr(), self.shard.element_size()
+        for name, (start, stop) in () if self.shard.is_meta else self.ranges.items():
+            parameter = self.sharded_parameters[name]
+            if start < stop and parameter.data_ptr() != first + start * width:
+                parameter.data = self.shard[start:stop].copy_(parameter.detach())
+
     def unshard(self) -> None:
         """Starts the all-gather of the shards; :meth:`wait_for_unshard` makes its result the parameters' values.
 

@@ -235,6 +235,10 @@ class FSDPState:
 
     def _after_optimizer(self) -> None:
         self._may_be_stale = False
+        if self.offloaded is None:
+            for group in self.groups.values():
+                for flat in group.flats:
+                    flat.take_assigned()
         self.prefetcher.shards_changed()
         if self.offloaded is not None:
             self.offloaded.put_away()
