@@ -139,6 +139,8 @@ class EventsChunked:
         for event in self.record.events[self.bounds[chunk] : self.bounds[chunk + 1]]:
             own = self.names.get(event.name, ()) if event.number is not None else ()
             yield from (*own, *sorted(event.reads.difference(own)))
+        if chunk == self.num_chunks - 1:
+            yield from self.record.returned
 
     def weights_of(self, chunk: int) -> tuple[str, ...]:
         """Returns the names of the parameters and buffers that one chunk uses.
@@ -148,9 +150,10 @@ class EventsChunked:
         return tuple(sorted({*self.weights_by_event(chunk)} - self.record.shared_buffers))
 
     def read_between(self, chunk: int) -> frozenset[str]:
-        """Returns the names of the parameters that one chunk passes to functions called between modules."""
+        """Returns the names of the parameters that one chunk passes to functions between modules, or returns."""
         events = self.record.events[self.bounds[chunk] : self.bounds[chunk + 1]]
-        return frozenset().union(*(event.reads for event in events if event.number is None))
+        returned = self.record.returned if chunk == self.num_chunks - 1 else ()
+        return frozenset(returned).union(*(event.reads for event in events if event.number is None))
 
     def times(self, module: str, num_calls: int, chunks: Collection[int]) -> tuple[int, ...]:
         """Returns, for each of ``num_calls`` calls of ``module``, how many of ``chunks`` make that call.

@@ -124,7 +124,8 @@ class ForwardRecord:
     A unit is a module whose call is one event. Events are numbered by their index in ``events``. ``scopes`` lists the
     calls of modules that are not units. ``calls`` gives, for each module, the event that contains each of its calls, or
     None for a call outside of units. ``inside`` lists the modules in each unit, the unit itself included. ``specs``
-    describes the values, ``outputs`` names those that the model returns, and ``learning`` those that get a gradient.
+    describes the values, ``outputs`` names those that the model returns, and ``learning`` those that get a gradient;
+    ``returned`` names the parameters that the model returns.
 
     ``together`` holds pairs of events that exchange a value otherwise than by arguments and results, as through an
     attribute. ``escaping`` are the events of which code outside of units takes a value in this way. ``shared_buffers``
@@ -149,6 +150,7 @@ class ForwardRecord:
     calls: dict[str, list[int | None]] = field(default_factory=lambda: defaultdict(list))
     inside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     outputs: tuple[ValueName, ...] = ()
+    returned: tuple[str, ...] = ()
     learning: frozenset[ValueName] = frozenset()
     together: set[tuple[int, int]] = field(default_factory=set)
     escaping: set[int] = field(default_factory=set)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.analysis.forward_record import ForwardEvent
 from shardwright.analysis.structure import has_hooks, owners
 from shardwright.plan.event_stages import EventStages
 
@@ -19,7 +18,7 @@ class GhostParameters:
 
     Code between modules runs on every stage, and finds all parameters here without a collective. A strategy such as
     ZeRO-3 may all-gather a parameter when a module's attribute is read: only :meth:`fetch` reads it in this way, before
-    a call on this stage that needs it.
+    a call on this stage that needs it; the forward of a module reads its own.
     """
 
     def __init__(self, model: nn.Module, stages: EventStages) -> None:
@@ -70,12 +69,9 @@ class GhostParameters:
             for store, name, held in before:
                 dict.__setitem__(store, name, held)
 
-    def fetch(self, event: ForwardEvent) -> None:
-        """Reads the parameters that a recorded function call takes, so that ZeRO-3, for instance, unshards them first.
-
-        For the call of a module it does nothing: the module's own forward reads them.
-        """
-        for name in event.reads if event.number is None else ():
+    def fetch(self, names: Iterable[str]) -> None:
+        """Reads the parameters that a function takes or the model returns, so that ZeRO unshards them first."""
+        for name in names:
             if name in self._stores:
                 store, own = self._stores[name]
                 store[own]

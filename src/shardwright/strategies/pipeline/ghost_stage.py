@@ -190,10 +190,12 @@ class GhostStage(PipelineStage[EventStages]):
         def before(event: int) -> None:
             for path, times in chunked.repeats.get(event, ()):
                 self.repeat(path, times, len(chunked.record.calls[path]))
-            places.fetch(chunked.record.events[event])
+            called = chunked.record.events[event]
+            places.fetch(called.reads if called.number is None else ())
 
         mode = GhostMode(chunked, chunk, self._plain, names, received, self.p2p.axis.device, before)
         learning = chunked.record.learning
+        places.fetch(chunked.record.returned if chunk == chunked.num_chunks - 1 else ())
         with self._calls(chunked, chunk) as fetched, places.standing_in(fetched), names.also(fetched):
             output = mode.run(self.model, self._units, places.opened, inputs)
             made = {name: each if name in learning else each.detach() for name, each in mode.made.items()}

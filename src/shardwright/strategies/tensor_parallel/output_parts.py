@@ -154,6 +154,8 @@ class _LossCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in _OF_VALUES:
+            raise NotImplementedError("no loss of classes, so that what follows does not matter")
         if func is functional.cross_entropy:
             logits = args[0] if args else (kwargs or {})["input"]
             self.called |= logits.shape[min(1, logits.dim() - 1)] == self.num_classes
@@ -161,6 +163,9 @@ class _LossCalls(TorchFunctionMode):
         self.needs_whole |= writes(func) and isinstance(args[0], Tensor) and args[0].is_floating_point()
         return func(*args, **(kwargs or {}))
 
+
+_OF_VALUES = frozenset((functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss))
+"""Losses by which torch would warn here that the targets have another shape than the output, as those of classes do."""
 
 _NEEDS_WHOLE = frozenset((Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad))
 
