@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import shardwright as sw
 from shardwright.analysis.record_forward import record_forward
+from shardwright.errors import PlanError
 from shardwright.models.given_loss import as_loss
 from shardwright.parallelize.loss_of_halves import difference_of_halves
 
@@ -399,6 +400,11 @@ def test_a_loss_that_calls_torch_distributed_is_recorded_by_no_rank(line):
     first, second = sw.launch(send_in_the_loss, 2, line, ranks="processes", timeout_s=30)
     assert first == second
     assert first[2] < first[0]
+
+
+def test_a_loss_under_pp_that_calls_a_collective_over_all_ranks_is_refused():
+    with pytest.raises(PlanError, match="the loss calls 'allgather_'"):
+        sw.launch(send_in_the_loss, 2, "pp2", ranks="processes", timeout_s=30)
 
 
 def test_a_collective_of_torch_distributed_is_not_recorded():

@@ -344,7 +344,7 @@ def check_dtypes(parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, to
 
 
 Held = tuple[Mapping[str, Any], str, Any]
-"""A submodule or parameter that a module had when the model was laid out: the module's dict, its key, its value."""
+"""What a module had when the model was laid out, such as a parameter: the module's dict, its key there, its value."""
 
 
 def structure_of(model: nn.Module) -> tuple[Held, ...]:
@@ -362,7 +362,7 @@ def _held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def check_structure(structure: Iterable[Held]) -> None:
-    """Raises PlanError if a submodule or parameter was replaced or removed since the model was laid out.
+    """Raises PlanError if a submodule, parameter or forward was replaced or removed since the model was laid out.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> before = structure_of(model)
@@ -376,11 +376,15 @@ def check_structure(structure: Iterable[Held]) -> None:
         if held.get(name) is not value:
             raise PlanError(
                 f"'{name}' of the run's model was replaced or removed since the model was laid out",
-                given=f"a {type(value).__name__}, in whose place is {type(held.get(name)).__name__}",
+                given=f"a {type(held.get(name)).__name__} in place of {_kind(value)}",
                 allowed="changes of the plain model before sw.parallelize: pruning, weight_norm, adapters, new layers",
                 fix="change the plain model, by one forward if that is what changes it, then call sw.parallelize, and "
                 "sw.load for a checkpoint",
             )
+
+
+def _kind(value: Any) -> str:
+    return "what the class has" if value is None else f"a {type(value).__name__}"
 
 
 def check_world(plan: Plan, world: World) -> None:

@@ -8,6 +8,7 @@ registered for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from math import prod
 from typing import Any
@@ -37,6 +38,7 @@ from shardwright.parallelize.checks import (
     structure_of,
     torch_errors_explained,
 )
+from shardwright.parallelize.loss_collectives import RefusesCollectives
 from shardwright.parallelize.loss_of_halves import warn_of_halves
 from shardwright.parallelize.loss_reads import leaves_read, now_in_graph
 from shardwright.parallelize.loss_settings import settings_of
@@ -85,7 +87,9 @@ class TrainStep:
         self._everyone = axes["world"]
         self._joins = True  # until an output that cannot be joined from the ranks' shares
         self._told: set[str] = set()  # structures of outputs that are known to be of samples
-        self._structure = structure_of(executor.model)
+        # stages run code that was read when the model was laid out, and would not see another forward
+        code = ((vars(executor.model), "forward", vars(executor.model).get("forward")),) if plan.schedule else ()
+        self._structure = (*structure_of(executor.model), *code)
         several = plan.layout.num_microbatches > 1 and not plan.layout.own_statistics
         is_replaced = any(each.rung is not Rung.ON_PARTS for each in stack_of(loss).wrappers)
         known = type(loss) in (CrossEntropy, MeanSquaredError, SumLoss) or is_replaced
@@ -171,7 +175,8 @@ class TrainStep:
         tp, is_first = self.plan.layout.factor("tp"), not self._is_checked
         self._is_checked = True
         if is_first and (tp is not None or self.plan.schedule is not None):  # ranks have parts of the model
-            return checked_loss(self.loss, output, targets, str(tp or "pp"), all_of=tp is not None)
+            with nullcontext() if self.plan.schedule is None else RefusesCollectives():
+                return checked_loss(self.loss, output, targets, str(tp or "pp"), all_of=tp is not None)
         return self.loss(output, targets)
 
     @torch.no_grad()

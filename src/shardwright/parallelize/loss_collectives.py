@@ -1,0 +1,38 @@
+"""Refuses a loss under ``pp`` that calls a collective of ``torch.distributed`` over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwright.dispatch_mode import DispatchMode
+from shardwright.errors import PlanError
+
+
+class RefusesCollectives(DispatchMode):
+    """A context that raises PlanError where code calls a collective over all ranks, before anything is sent.
+
+    It is for the loss under ``pp``, which the ranks of the last stage alone run: they would wait for the others.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d" and any(_has_all_ranks(each) for each in args):
+            raise PlanError(
+                f"the loss calls '{func.overloadpacket.__name__}' of torch.distributed over all ranks",
+                given="a loss under pp, which the ranks of the last stage alone run, so that they would wait for ever",
+                allowed="collectives over a group of the ranks that run the loss; under dp and tp all ranks do",
+                fix="compute the loss alone, and sum metrics after run.step, where all ranks are",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _has_all_ranks(value: Any) -> bool:
+    try:
+        group = dist.ProcessGroup.unbox(value)
+    except (RuntimeError, TypeError):  # another argument
+        return False
+    return bool(group.size() == dist.get_world_size())
