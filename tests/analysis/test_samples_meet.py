@@ -69,7 +69,28 @@ def up_to_three(y, dim=0):
     return y * (chosen * (chosen.cumsum(dim) <= 3))
 
 
+def first_selected(y):
+    """Doubles the first three samples that a condition selects, as experts do that take so many tokens each."""
+    chosen = (y[:, 0] > 0).nonzero()[:, 0][:3]
+    return y.index_add(0, chosen, y[chosen])
+
+
+def centred(y, dim=0):
+    """Subtracts a mean from the samples that a condition selects: theirs, or with dim 1 that of each."""
+    mask = y[:, 0] > 0
+    held, changed = y[mask], y.clone()
+    changed[mask] = held - held.mean(dim, keepdim=True)
+    return changed
+
+
+def with_selected(y):
+    chosen = torch.where(y[:, 0] > 0)[0]
+    return y.index_add(0, chosen, y[chosen][:, :1].expand(-1, 4))
+
+
 MEET = {
+    "slice, of rows that a condition selects,": first_selected,
+    "mean, of rows that a condition selects,": centred,
     "a running count": up_to_three,
     "_softmax": lambda y: y.softmax(0),
     "topk": lambda y: y + y.topk(1, 0).values.mean(),
@@ -80,6 +101,11 @@ MEET = {
 }
 
 APART = {
+    "a mean of each selected row": lambda y: centred(y, 1),
+    "a feature of selected rows": with_selected,
+    "selected rows in parts": lambda y: torch.cat([part.relu() for part in y[y[:, 0] > 0].split(4)]).sum(),
+    "a mean of selected rows": lambda y: (y, y[y[:, 0] > 0].mean()),
+    "in each sample": lambda y: torch.stack([row[(row > 0).nonzero()[:2, 0]].sum() for row in y]),
     "counts in each sample": lambda y: up_to_three(y, 1),
     "of each sample": lambda y: y.softmax(1) * y.mean(1, keepdim=True).sqrt(),
     "a number that is added": lambda y: (y, y.square().mean() + y.abs().mean() / 3),

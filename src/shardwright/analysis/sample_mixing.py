@@ -8,7 +8,7 @@ too (:func:`meetings`), of which a layout warns.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 from warnings import warn
 
@@ -156,7 +156,46 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
             found[module, f"a decision by a {sums[use].name}"] = None
     for call in picking_calls(flow, trained, leading):
         found[call.module, call.name] = None
+    for call in _meetings_of_selected(recording, axes, leading):
+        found[call.module, f"{call.name}, of rows that a condition selects,"] = None
     return found
+
+
+_PICKS = frozenset(("slice", "narrow", "select"))
+"""Operators that take rows by their numbers. One that divides rows is none: their counts may be those of samples."""
+
+
+def _meetings_of_selected(
+    recording: Recording, axes: RunAxes, leading: Collection[TensorUse]
+) -> Iterator[RecordedCall]:  # fmt: skip
+    """Yields operators by which samples meet that a condition on their values has selected, as ``x[mask]`` does.
+
+    These are operators that take some of them by number, as the first ones, and means and other sums of them whose
+    result goes back into each. A rank has selected some of them only.
+    """
+    batch, selected = axes.of_samples(recording.inputs), set[DimAxis]()
+    for call in recording.calls:
+        given = call.operands if call.name in ("nonzero", "masked_select") else _masks_of(call)
+        if any(batch.intersection(leaves(axis)) for use in given for axis in axes.of(use)) and call.results[0].shape:
+            selected.update(leaves(axes.of(call.results[0])[0]))
+    selected -= batch
+    if not selected:
+        return
+    for call in recording.calls:
+        x, dim = next(iter(call.operands), None), call.argument(1, "dim", 0) if call.name in _PICKS else 0
+        if x is None or call.name not in _PICKS or not x.shape or selected.isdisjoint(leaves(axes.of(x)[dim])):
+            continue
+        some = len(call.results[0].shape) < len(x.shape) or call.results[0].shape[dim] < x.shape[dim]
+        if some and not leading.isdisjoint(call.results):
+            yield call
+    known = _sums(recording, axes)[1]
+    yield from (call for call in _sums(recording, axes, selected)[1] if call not in known)
+
+
+def _masks_of(call: RecordedCall) -> list[TensorUse]:
+    """Returns the masks by which ``x[mask]`` selects elements; none of any other operator."""
+    given = call.args[1] if call.name == "index" else ()
+    return [each for each in given if isinstance(each, TensorUse) and each.dtype is torch.bool]
 
 
 def warn_of_meeting(where: str, function: str, stacklevel: int) -> None:
@@ -261,12 +300,15 @@ def _recorded_loss(loss: nn.Module, output: Any, targets: Any, number: int, coun
     return recording
 
 
-def _sums(recording: Recording, axes: RunAxes) -> tuple[dict[TensorUse, RecordedCall], list[RecordedCall]]:
+def _sums(
+    recording: Recording, axes: RunAxes, more: Collection[DimAxis] = ()
+) -> tuple[dict[TensorUse, RecordedCall], list[RecordedCall]]:
     """Returns the values that are made of several samples and have none themselves, each with the sum it is made of.
 
-    The list has the sums whose results go back into each sample, in order.
+    The list has the sums whose results go back into each sample, in order. With ``more``, axes whose indices belong to
+    samples too, it has those that go back into rows of these.
     """
-    samples = axes.of_samples(recording.inputs)
+    samples = axes.of_samples(recording.inputs).union(more)
     known: dict[TensorUse, bool] = {}
 
     def has_samples(use: TensorUse) -> bool:
