@@ -6,6 +6,7 @@ operator counts ``WORK_PER_ELEMENT`` for each element that it makes, since memor
 
 from __future__ import annotations
 
+import inspect
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -283,7 +284,9 @@ def time_layers(model: nn.Module, inputs: Any, repeats: int = 5) -> dict[str, fl
     return {path: statistics.median(seconds[1:]) for path, seconds in found.items()}
 
 
-def _bytes(module: Any) -> int:
+def _bytes(call: Any) -> int:
+    """Returns the bytes of the parameters of the module that is called, also where it is called without gradients."""
+    module = inspect.unwrap(call)
     return sum(p.numel() * p.element_size() for p in module.parameters()) if isinstance(module, nn.Module) else 0
 
 

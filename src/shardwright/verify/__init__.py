@@ -42,7 +42,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -479,7 +479,8 @@ def _compare(
     every = ((kind, name, error) for kind, errors in kinds.items() for name, error in errors.items())
     differing = {(kind, name): error for kind, name, error in every if not error <= tolerance}
     own = measure(differing) if differs else None
-    allowed, own_error = _allowed(own, tolerance)
+    numbers = {name for name, each in expected.parameters.items() if each.numel() == 1}
+    allowed, own_error = _allowed(own, tolerance, numbers)
     errors = {
         name: _largest((gradients.get(name, 0.0), parameters.get(name, 0.0))) for name in expected.parameters
     } | buffers
@@ -511,8 +512,13 @@ def _compare(
     )
 
 
-def _allowed(own: DeviceDifference | None, tolerance: float) -> tuple[Callable[[str, str], float], float]:
-    """Returns a function of (kind, name) for the largest allowed error, and the largest of one device's own errors."""
+def _allowed(
+    own: DeviceDifference | None, tolerance: float, numbers: Collection[str]
+) -> tuple[Callable[[str, str], float], float]:
+    """Returns a function of (kind, name) for the largest allowed error, and the largest of one device's own errors.
+
+    ``numbers`` are the names of parameters of one element.
+    """
     if own is None:
         return lambda kind, name: tolerance, 0.0
     kinds = {"loss": {"": own.loss}, "gradients": own.gradients, "later": own.later}
@@ -522,7 +528,9 @@ def _allowed(own: DeviceDifference | None, tolerance: float) -> tuple[Callable[[
 
     def allowed(kind: str, name: str) -> float:
         error = kinds[kind].get(name, 0.0)
-        # the loss reads all that is rounded, and is one number: in one comparison its roundings may cancel by chance
+        # one number, as of a gate, sums up all that is rounded, which in one comparison may cancel by chance
+        error = max(error, largest) if name in numbers else error
+        # so may the roundings of the loss, which reads all of them
         rounds = (largest if kind == "loss" else error) > tolerance
         return max(tolerance, min(max(DEVICE_ERROR_FACTOR * error, rounding if rounds else 0.0), most))
 

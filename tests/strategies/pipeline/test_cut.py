@@ -138,3 +138,24 @@ def test_modules_that_are_too_large_are_opened_at_once_and_each_alone_if_one_can
     assert closed <= calls
     assert all(not any(call.startswith(f"{block}.") for call in calls) for block in closed)
     assert sum(call.count(".") >= 2 for call in calls) >= 3 * (8 - len(unreadable))
+
+
+class Distilled(nn.Module):
+    """A frozen teacher, which is called without gradients, and a student."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)))
+        self.student = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
+
+    def forward(self, x):
+        with torch.no_grad():
+            goal = self.teacher(x[:, :4].flatten(1))
+        return self.student(x + goal.unflatten(1, (4, 32)).mean(1, keepdim=True))
+
+
+def test_modules_that_are_called_without_gradients_have_their_parameters():
+    model = Distilled().to("meta")
+    stages = cut(model, 2, example=torch.empty(8, 64, 32, device="meta"), num_tokens=1)
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert sum(cost.parameter_bytes for cost in stages.costs) == whole
