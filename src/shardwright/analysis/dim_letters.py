@@ -31,6 +31,8 @@ class Role(Enum):
     """The letter is summed over, so the results of shards along it are partial sums, which must be added."""
     WHOLE = auto()
     """The operator needs every index of the letter at once, so tensors cannot be sharded along it."""
+    NORM = auto()
+    """The letter is normalized over, so shards along it need the mean and the variance over all of it."""
     LOOKUP = auto()
     """The letter numbers the rows of a table from which an index tensor chooses, as in an embedding."""
 

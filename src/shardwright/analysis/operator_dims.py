@@ -236,7 +236,8 @@ def _weight_norm(call: RecordedCall, a: DimLetters) -> Any:
 def _layer_norm(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
     normed = len(call.args[1])
-    lead, rest = a.of(x[: len(x) - normed]), a.of(x[len(x) - normed :], Role.WHOLE)
+    role = Role.NORM if call.name == "native_layer_norm" else Role.WHOLE
+    lead, rest = a.of(x[: len(x) - normed]), a.of(x[len(x) - normed :], role)
     statistics = (*lead, *(() for _ in rest))
     return [(*lead, *rest), *(rest for _ in call.operands[1:])], [(*lead, *rest)] + [statistics] * (
         len(call.results) - 1

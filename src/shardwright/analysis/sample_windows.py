@@ -86,4 +86,5 @@ def adds_up_groups(call: RecordedCall, axes: RunAxes, batch: Collection[DimAxis]
 
 
 def _is_whole(dim: Dim, letters: DimLetters) -> bool:
-    return any(not isinstance(piece, Concat) and letters.roles[piece] is Role.WHOLE for piece in dim)
+    whole = (Role.WHOLE, Role.NORM)
+    return any(not isinstance(piece, Concat) and letters.roles[piece] in whole for piece in dim)

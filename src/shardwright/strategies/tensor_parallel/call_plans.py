@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright.analysis.dim_letters import DimLetters, Dims, Role
@@ -139,6 +140,8 @@ def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[PartUse], 
     Raises: NotOnPartsError, ValueReadError: the call cannot run on parts. WriteToPartError: it writes in place to a
         shard of a tensor that it needs whole.
     """
+    if function is functional.layer_norm and tensors and _cuts_normed(args, named, tensors[0].part):
+        function = layer_norm_of_parts
     recorded = Recorded()
     uses = [recorded.use(each.whole, "input") for each in tensors]
     with torch.no_grad(), without_dispatch_modes(), recorded:
@@ -165,6 +168,32 @@ def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[PartUse], 
         tuple(planning.steps), results, planning.parts, len(planning.parts), tuple(given), made,
         as_is and all(map(_is_slot, flat)),
     )  # fmt: skip
+
+
+def _cuts_normed(args: Any, named: Any, part: TensorPart | None) -> bool:
+    """Returns whether ranks hold parts of the dims that a layer norm with these arguments normalizes over."""
+    shape = args[1] if len(args) > 1 else named["normalized_shape"]
+    return part is not None and any(cut is not None for cut in part.cuts[-len(shape) :])
+
+
+def layer_norm_of_parts(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Returns ``functional.layer_norm`` of the same arguments, by operators that run on parts of the normalized dims.
+
+    The mean and the mean of squared differences are sums over ranks. Like torch, it computes in float32 at least.
+
+    >>> x = torch.tensor([[1.0, 2.0, 3.0, 6.0]])
+    >>> torch.allclose(layer_norm_of_parts(x, (4,)), functional.layer_norm(x, (4,)))
+    True
+    """
+    dims = [*range(-len(normalized_shape), 0)]
+    x = input.to(torch.promote_types(input.dtype, torch.float32))
+    centred = x - x.mean(dims, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
+    normed = normed if weight is None else normed * weight
+    return (normed if bias is None else normed + bias).to(input.dtype)
 
 
 def _is_slot(leaf: Any) -> bool:
@@ -313,7 +342,7 @@ def _labels(
             for letter, labels in own.items():
                 role, partly = relation.letters.roles[letter], ALL in labels
                 if (
-                    role is Role.WHOLE
+                    role in (Role.WHOLE, Role.NORM)
                     or (role is Role.SUM and (partly or call.name not in SUMMABLE))
                     or (role is Role.LOOKUP)
                     or (partly and call.name not in _PARTLY_CUT)

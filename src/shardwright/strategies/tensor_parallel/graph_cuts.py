@@ -84,6 +84,7 @@ class _Candidate:
     num_elements: int = 0
     num_sent: int = 0
     in_output: bool = False
+    is_normed: bool = False
     excludes: set[DimAxis] = field(default_factory=set)
 
 
@@ -161,7 +162,12 @@ def _cut(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) 
     for gathers, least in ((False, 0.0), (True, WORTH_GATHERING * total)):
         if best.num_elements + least >= total:
             break
-        taken = _chosen(recording, axes, found, features, gathers=gathers)
+        taken = _chosen(recording, axes, {axis: each for axis, each in found.items() if not each.is_normed}, features,
+                        gathers=gathers)  # fmt: skip
+        # a norm over cut features sends statistics, and what is before and behind it may then be cut where nothing was
+        more = _beside(found, taken)
+        if more:
+            taken = _chosen(recording, axes, {each.axis: each for each in taken} | more, features, gathers=gathers)
         cut = {each.axis: _balanced(each.axis.size, size) for each in taken}
         parts = {}
         for name, use in {**recording.parameters, **recording.buffers}.items():
@@ -199,6 +205,13 @@ def _chosen(
         found = {axis: each for axis, each in found.items() if axis not in refused}
     inner = any(not each.in_output for each in taken.values())  # an output alone would be cut to be gathered at once
     return list(taken.values()) if inner else []
+
+
+def _beside(found: _Candidates, taken: Sequence[_Candidate]) -> _Candidates:
+    """Returns the candidates over which norms go and that nothing of what is taken excludes."""
+    axes = {each.axis for each in taken}
+    free = (each for each in found.values() if each.is_normed and each.axis not in each.excludes)
+    return {each.axis: each for each in free if each.excludes.isdisjoint(axes)}
 
 
 def _taken(found: _Candidates) -> _Candidates:
@@ -276,9 +289,11 @@ def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection
                     num_elements = prod(use.shape) * _num_along(leaf, axis) // axis.size
                     found.setdefault(leaf, _Candidate(leaf)).num_elements += num_elements
     for each in axes.uses:
-        if each.role is not Role.SAME:
-            for leaf in set(leaves(each.axis)) & found.keys():
-                found[leaf].num_sent += 2 * sum(prod(result.shape) for result in each.call.results)
+        is_norm = each.role is Role.NORM
+        sent = each.call.results[1:] * 2 if is_norm else each.call.results  # two statistics, and their gradients
+        for leaf in set(leaves(each.axis)) & found.keys():
+            found[leaf].num_sent += 2 * sum(prod(result.shape) for result in sent)
+            found[leaf].is_normed |= is_norm
     for leaf in {leaf for use in recording.outputs for axis in axes.of(use) for leaf in leaves(axis)} & found.keys():
         found[leaf].in_output = True  # it is gathered at the end: inner axes come first
     samples = axes.of_samples(recording.inputs)

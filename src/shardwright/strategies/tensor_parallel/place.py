@@ -172,7 +172,7 @@ def _nothing_to_cut(job: Job, mode: Mode, plan: Plan, apart: Mapping[str, str]) 
     return GridError(
         f"no layer of the model can be cut over {over}",
         given=f"{type(model).__name__} with " + (sizes or "no Linear layers") + "".join(kept[:NAMED]),
-        allowed="Linear -> elementwise -> Linear, Conv -> norm, pool or elementwise -> Conv, attention, or an "
+        allowed="Linear -> elementwise or norm -> Linear, Conv -> norm, pool or elementwise -> Conv, attention, or an "
         "embedding or head with many rows, each of at least as many features or channels as ranks cut them",
         fix=f"write dp{total}",
     )

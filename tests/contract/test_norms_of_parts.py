@@ -1,0 +1,81 @@
+"""Layer norms between layers that tp cuts, as after the activation of an MLP or before the output of attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.contract.cases import CHECKS
+from tests.contract.test_on_parts import TOKENS, WIDTH, WORDS, OwnCase
+from torch import nn
+from torch.nn import functional
+
+from shardwright.models.losses import CrossEntropy
+from shardwright.verify import verify
+
+LINES = ["tp2", "tp3", "tp2 mb2", "dp2/zero1 tp2", "dp2/zero3 tp2", "pp2 mb2 tp2", "tp2 recompute:full"]
+
+
+class Feedforward(nn.Module):
+    def __init__(self, width=24, **options):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 48)
+        self.inner, self.down = nn.LayerNorm(48, **options), nn.Linear(48, width)
+
+    def forward(self, x):
+        return x + self.down(self.inner(functional.gelu(self.up(self.norm(x)))))
+
+
+class Attention(nn.Module):
+    """Normalizes what the heads have computed, all of them at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(24), nn.LayerNorm(24)
+        self.q, self.k, self.v, self.o = (nn.Linear(24, 24) for _ in range(4))
+
+    def forward(self, x):
+        h = self.norm(x)
+        q, k, v = (layer(h).unflatten(-1, (6, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        heads = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.o(self.inner(heads))
+
+
+class Pictures(nn.Module):
+    """Convolutions with a norm over channels and places between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Conv1d(6, 24, 3, padding=1), nn.Conv1d(24, 6, 3, padding=1)
+        self.inner = nn.LayerNorm((24, 24))
+
+    def forward(self, x):
+        return x + self.down(functional.relu(self.inner(self.up(x))))
+
+
+KINDS = {
+    "feedforward": Feedforward,
+    "without a bias": lambda: Feedforward(bias=False),
+    "without weights": lambda: Feedforward(elementwise_affine=False),
+    "attention": Attention,
+    "pictures": Pictures,
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_around_a_norm_are_cut_and_equal(kind, line):
+    model = nn.Sequential(*(KINDS[kind]() for _ in range(2)))
+    numbers = 5 + torch.sin(torch.arange(2 * 4 * 6 * 24, dtype=torch.float64) * 1.3).view(2, 4, 6, 24)
+    found = verify(model, line, [(x, x.cos()) for x in numbers], loss=lambda y, x: ((y - x).square().sum(), len(x)))
+    assert found.equal, found
+    assert found.shares[f"tp{line.partition('tp')[2][0]}"] > 0.9, found
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("line", ["tp2", "tp2/sp", "dp2 tp3", "dp2/zero3 tp2", "tp2x2/2d", "tp2 recompute:full"])
+def test_a_model_with_such_norms_keeps_all_promises(line, check):
+    torch.manual_seed(1)
+    blocks = (Feedforward(WIDTH) for _ in range(2))
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, nn.Linear(WIDTH, WORDS))
+    check(line, OwnCase("norms", model, CrossEntropy(), num_tokens=TOKENS))
