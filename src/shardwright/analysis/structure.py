@@ -23,7 +23,7 @@ from shardwright.analysis.draw_calls import RefusesRandomNumbers, draws_by_metho
 from shardwright.analysis.kept_traces import kept
 from shardwright.analysis.torch_loops import KNOWN_LOOPS, loop_of
 from shardwright.analysis.traced_names import NO_TENSOR, ResultClass, class_of_result, traceable_forward
-from shardwright.analysis.tracer import ATTRIBUTES, AttributeReads, ShowsReads, Tracer, refusing_own_functions
+from shardwright.analysis.tracer import ATTRIBUTES, AttributeReads, Tracer, WeightReadTracer, refusing_own_functions
 
 ELEMENTWISE_MODULES = (
     nn.GELU, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU, nn.Softplus,
@@ -227,7 +227,7 @@ def trace(
     """
     graph = fx.Graph()
     tracer = Tracer(graph)
-    # only the structure is copied: weights are shared, and ShowsReads recognizes them by their ids
+    # only the structure is copied: weights are shared, and WeightReadTracer recognizes them by their ids
     copy = copied(module, {id(t): t for t in (*module.parameters(), *module.buffers())})
 
     def result_class(path: str) -> type | None:
@@ -246,7 +246,7 @@ def trace(
         bound = inspect.signature(copy.forward).bind_partial()
         bound.arguments.update(inputs)
         full_precision = torch.autocast("cpu", enabled=False)
-        reading = ShowsReads(tracer, weights)
+        reading = WeightReadTracer(tracer, weights)
         with refusing_own_functions(), RefusesRandomNumbers(), reading, torch.enable_grad(), full_precision:
             output = graph.output(tracer.create_arg(forward(*bound.args, **bound.kwargs)))
         if any(node.op == "call_method" and draws_by_method(str(node.target)) for node in graph.nodes):

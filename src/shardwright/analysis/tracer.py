@@ -165,14 +165,14 @@ class AttributeReads:
         return any(vars(self._modules[path]).get(name) is not self._before[path][name] for path, name in self.found)
 
 
-class ShowsReads(TorchFunctionMode):
+class WeightReadTracer(TorchFunctionMode):
     """A torch mode that turns calls of torch functions on one of ``weights`` into nodes of the graph.
 
     A function that returns no tensor, such as a read of a shape or dtype, runs as usual.
 
     >>> tracer = Tracer(fx.Graph())
     >>> weight = torch.ones(2, 3)
-    >>> with ShowsReads(tracer, [weight]):
+    >>> with WeightReadTracer(tracer, [weight]):
     ...     weight.shape[0], isinstance(weight.sum(), fx.Proxy)
     (2, True)
     """

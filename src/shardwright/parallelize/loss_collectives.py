@@ -11,7 +11,7 @@ from shardwright.dispatch_mode import DispatchMode
 from shardwright.errors import PlanError
 
 
-class RefusesCollectives(DispatchMode):
+class RefusesCollective(DispatchMode):
     """A context that raises PlanError where code calls a collective over all ranks, before anything is sent.
 
     It is for the loss under ``pp``, which the ranks of the last stage alone run: they would wait for the others.

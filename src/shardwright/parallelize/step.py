@@ -38,7 +38,7 @@ from shardwright.parallelize.checks import (
     structure_of,
     torch_errors_explained,
 )
-from shardwright.parallelize.loss_collectives import RefusesCollectives
+from shardwright.parallelize.loss_collectives import RefusesCollective
 from shardwright.parallelize.loss_of_halves import warn_of_halves
 from shardwright.parallelize.loss_reads import leaves_read, now_in_graph
 from shardwright.parallelize.loss_settings import settings_of
@@ -175,7 +175,7 @@ class TrainStep:
         tp, is_first = self.plan.layout.factor("tp"), not self._is_checked
         self._is_checked = True
         if is_first and (tp is not None or self.plan.schedule is not None):  # ranks have parts of the model
-            with nullcontext() if self.plan.schedule is None else RefusesCollectives():
+            with nullcontext() if self.plan.schedule is None else RefusesCollective():
                 return checked_loss(self.loss, output, targets, str(tp or "pp"), all_of=tp is not None)
         return self.loss(output, targets)
 

@@ -141,9 +141,9 @@ def _tiny_operators(device: torch.device) -> Callable[[], None]:
 # ---- steps
 
 
-def _measure_steps(world: World, job: CalibrationJob, watch: Stopwatch, found: Measurements) -> list[_Kept]:
+def _measure_steps(world: World, job: CalibrationJob, watch: Stopwatch, found: Measurements) -> list[_KeptOperator]:
     """Times steps of tiny models and of the model with few blocks, and returns the operators of the last one."""
-    kept: list[_Kept] = []
+    kept: list[_KeptOperator] = []
 
     def work(inner: World, built: tuple[Any, Any], blocks: int, batch: tuple[Any, Any], precision: Precision) -> None:
         run = parallelize(built[0], Layout((), 1, precision), inner, loss=built[1], example=batch[0])
@@ -158,7 +158,7 @@ def _measure_steps(world: World, job: CalibrationJob, watch: Stopwatch, found: M
             return
         (found.tiny if built[0] in tiny else found.steps).append(StepTime(blocks, num_rows(batch), *timings))
         if batch is job.batch:
-            with _Keeping() as keeping:
+            with _KeptOperators() as keeping:
                 step()
                 optimizer.step()
             kept[:] = sorted(keeping.kept.values(), key=lambda each: -each.cost)
@@ -199,12 +199,12 @@ def shortened(model: nn.Module, number: int) -> nn.Module:
     return ModelPlans(model).shortened(number) if number else model
 
 
-class _Kept:
+class _KeptOperator:
     """One operator of a step with the sizes of its tensors, which can be called again."""
 
     def __init__(self, function: Any, args: Any, named: Any, operator: OperatorRecord) -> None:
         self.function, self.operator, self.times = function, operator, 0
-        self.args, self.named = tree_map_only(Tensor, _Like, (args, named))
+        self.args, self.named = tree_map_only(Tensor, _OperandLike, (args, named))
         self.made: Any = None
 
     @property
@@ -215,13 +215,13 @@ class _Kept:
     def again(self) -> None:
         """Calls the operator, on tensors of the same sizes."""
         if self.made is None:
-            self.made = tree_map_only(_Like, lambda each: each.tensor(), (self.args, self.named))
+            self.made = tree_map_only(_OperandLike, lambda each: each.tensor(), (self.args, self.named))
         args, named = self.made
         with torch.no_grad():
             self.function(*args, **named)
 
 
-class _Like:
+class _OperandLike:
     """A tensor's shape, strides and dtype; of integers the values too, since they may be indices."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -236,12 +236,12 @@ class _Like:
         return torch.rand(size, device=self.device).to(self.dtype).as_strided(self.shape, self.strides)
 
 
-class _Keeping(DispatchMode):
+class _KeptOperators(DispatchMode):
     """Keeps each different operator that runs inside the mode, and how often it is called."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: dict[object, _Kept] = {}
+        self.kept: dict[object, _KeptOperator] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -250,7 +250,7 @@ class _Keeping(DispatchMode):
         if operator is not None and function._overloadpacket is not torch.ops.aten._local_scalar_dense:
             key = (function, repr(tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype), (args, named))))
             if key not in self.kept:
-                self.kept[key] = _Kept(function, args, named, operator)
+                self.kept[key] = _KeptOperator(function, args, named, operator)
             self.kept[key].times += 1
         return out
 
@@ -259,7 +259,7 @@ class _Keeping(DispatchMode):
 
 
 def _measure_products(
-    device: torch.device, dtype: torch.dtype, watch: Stopwatch, found: Measurements, calls: Sequence[_Kept]
+    device: torch.device, dtype: torch.dtype, watch: Stopwatch, found: Measurements, calls: Sequence[_KeptOperator]
 ) -> None:
     own = {each.operator.dims[1:]: None for each in calls if each.operator.part == "matmul"}
     scale = LARGER if device.type != "cpu" else 1

@@ -35,7 +35,7 @@ from shardwright.planner.plan_results import Plans
 from shardwright.planner.price import LEFT, Price, Pricing
 from shardwright.planner.records import LayoutRecords, first_rows, record_layout
 from shardwright.planner.records_file import RecordsFile
-from shardwright.planner.search import Recorder, host_fits, nearness, precision_of, search
+from shardwright.planner.search import Recorder, host_fits, misfit_s, precision_of, search
 from shardwright.planner.search_constraints import MOST_PRICED, SearchConstraints
 from shardwright.planner.search_result import SearchResult
 from shardwright.planner.short import ShortModel
@@ -161,9 +161,9 @@ def _num_tokens(inputs: Any) -> int:
 
 
 def _rank(price: Price, limit: float, cluster: Cluster) -> tuple[bool, float]:
-    """Returns what prices are sorted by: those that fit by their seconds, then the others by :func:`nearness`."""
+    """Returns what prices are sorted by: those that fit by their seconds, then the others by :func:`misfit_s`."""
     fits = price.memory_bytes <= limit and host_fits(price, cluster) is not False
-    return not fits, price.step_s if fits else nearness(price, limit)
+    return not fits, price.step_s if fits else misfit_s(price, limit)
 
 
 def _priced_anchor(line: str, measured_s: float, pricing: Pricing, batch: int, record: Recorder) -> Price:

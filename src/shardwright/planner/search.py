@@ -195,7 +195,7 @@ class _Search:
                 slower = f"{left.step_s / own.step_s - 1:+.0%} beside {own.layout}, as estimated" if own else ""
                 found.reject("its estimate is not among the best", left.layout, slower)
         found.searched = found.priced + found.rejected.total()
-        found.misfits.sort(key=lambda each: nearness(each, limit))
+        found.misfits.sort(key=lambda each: misfit_s(each, limit))
         for misfit in found.misfits:
             if misfit.memory_bytes <= limit:
                 found.reject("host memory: more than a node has", misfit.layout)
@@ -246,7 +246,7 @@ def _effect(each: Estimate) -> tuple[object, ...]:
     return _division(each.layout), each.layout.num_microbatches, each.layout.recompute, each.step_s, each.memory_bytes
 
 
-def nearness(price: Price, limit: float) -> float:
+def misfit_s(price: Price, limit: float) -> float:
     """Returns how far a layout is from one that fits and is fast: its seconds, made longer as its memory exceeds it."""
     return longer_over(price.step_s, price.memory_bytes, limit)
 

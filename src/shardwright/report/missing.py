@@ -23,7 +23,7 @@ LEAST_FREE_BYTES = 2**30
 """The free memory below which a run that is larger than an example will hardly start."""
 
 
-class Lack(NamedTuple):
+class MissingItem(NamedTuple):
     """Something that is missing: what it is, what it is needed for, and what to type."""
 
     what: str
@@ -39,24 +39,24 @@ def lacks(found: Mapping[str, Any]) -> list[dict[str, str]]:
     return [each._asdict() for each in _lacks(found)]
 
 
-def _lacks(found: Mapping[str, Any]) -> Iterator[Lack]:
+def _lacks(found: Mapping[str, Any]) -> Iterator[MissingItem]:
     if "gloo" not in found["backends"]:
-        yield Lack("torch's gloo", "ranks that are processes", "install a build of torch with torch.distributed")
+        yield MissingItem("torch's gloo", "ranks that are processes", "install a build of torch with torch.distributed")
     if found["free_memory_bytes"] < LEAST_FREE_BYTES:
-        yield Lack("free memory", "more than an example", "end other programs, or take a larger machine")
+        yield MissingItem("free memory", "more than an example", "end other programs, or take a larger machine")
     if not found["devices"] and shutil.which("nvidia-smi") is not None:
         fix = "install torch's CUDA build, as pytorch.org says for this driver"
-        yield Lack("a torch that sees the NVIDIA cards", "ranks on GPUs", fix)
+        yield MissingItem("a torch that sees the NVIDIA cards", "ranks on GPUs", fix)
     native = devices.backend_of(devices.accelerator())
     if found["devices"] and native not in found["backends"]:
-        yield Lack(f"torch's {native}", "collectives between GPUs", "install torch's build for these cards")
+        yield MissingItem(f"torch's {native}", "collectives between GPUs", "install torch's build for these cards")
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None and shutil.which("clang++") is None:
         fix = "apt-get install g++, or set CXX to a compiler"
-        yield Lack(f"a C++ compiler ({compiler})", "the word compile on a CPU", fix)
+        yield MissingItem(f"a C++ compiler ({compiler})", "the word compile on a CPU", fix)
     for name, (use, fix) in PACKAGES.items():
         if importlib.util.find_spec(name) is None:
-            yield Lack(f"the package {name}", use, fix)
+            yield MissingItem(f"the package {name}", use, fix)
 
 
 def lacks_text(entries: list[dict[str, str]]) -> list[str]:

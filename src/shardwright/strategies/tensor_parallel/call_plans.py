@@ -31,7 +31,7 @@ from shardwright.analysis.recording import Recorded, RecordedCall, TensorUse
 from shardwright.dispatch_mode import without_dispatch_modes
 from shardwright.operators.partly_shared import partly_shared_product
 from shardwright.sharding.tensor_part import ALL, TensorPart, num_held, part_of
-from shardwright.strategies.tensor_parallel.tensor_parts import NotOneLetterError, cut_of, letters_of
+from shardwright.strategies.tensor_parallel.tensor_parts import LetterCutError, cut_of, letters_of
 
 SUMMABLE = frozenset(["mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "sum", "mean", "dot", "mv"])
 """The operators for which a contraction over shards gives partial sums, whose sum over ranks is the result."""
@@ -249,7 +249,7 @@ class _Planning:
                 if not more:
                     raise NotOnPartsError(call.name) from None
                 gathered |= more
-            except NotOneLetterError:
+            except LetterCutError:
                 if gathered >= cut:
                     raise NotOnPartsError(call.name) from None
                 gathered |= cut
@@ -337,7 +337,7 @@ def _labels(
                 continue
             try:
                 own = letters_of(dim, cut, relation.letters)
-            except NotOneLetterError:
+            except LetterCutError:
                 raise _GatherFirstError(slot) from None
             for letter, labels in own.items():
                 role, partly = relation.letters.roles[letter], ALL in labels

@@ -14,7 +14,7 @@ from shardwright.analysis.run_axes import spread
 from shardwright.sharding.tensor_part import ALL
 
 
-class NotOneLetterError(Exception):
+class LetterCutError(Exception):
     """Raised if the cut of a dim is not that of one of the indices (letters, as in einsum) that make up the dim.
 
     A dim of heads times features, for example, may be cut by heads or by features, but not by both.
@@ -26,7 +26,7 @@ def letters_of(dim: Dim, cut: bytes, letters: DimLetters) -> dict[int, bytes]:
 
     ``cut`` has the rank that holds each index of the dim. A letter that is not cut has no entry.
 
-    Raises: NotOneLetterError: the cut of the dim is not a cut of one of its letters.
+    Raises: LetterCutError: the cut of the dim is not a cut of one of its letters.
 
     >>> letters = DimLetters()
     >>> heads, size = letters.new(2), letters.new(3)
@@ -41,7 +41,7 @@ def letters_of(dim: Dim, cut: bytes, letters: DimLetters) -> dict[int, bytes]:
         labels = cut[: size * inside : inside]
         if not isinstance(letter, Concat) and spread(labels, inside, outside) == cut:
             return {letter: labels}
-    raise NotOneLetterError
+    raise LetterCutError
 
 
 def _letters_of_parts(dim: Concat, cut: bytes, letters: DimLetters) -> dict[int, bytes]:
@@ -53,7 +53,7 @@ def _letters_of_parts(dim: Concat, cut: bytes, letters: DimLetters) -> dict[int,
         if piece.count(ALL) < size:
             for letter, labels in letters_of(part, piece, letters).items():
                 if found.setdefault(letter, labels) != labels:
-                    raise NotOneLetterError
+                    raise LetterCutError
     return found
 
 
@@ -62,7 +62,7 @@ def cut_of(dim: Dim, labels: Mapping[int, bytes], letters: DimLetters) -> bytes 
 
     ``labels`` has the same for each of the letters (indices, as in einsum) that is cut, by the letter's number.
 
-    Raises: NotOneLetterError: several letters that make up the dim as a product are cut.
+    Raises: LetterCutError: several letters that make up the dim as a product are cut.
     """
     if len(dim) == 1 and isinstance(dim[0], Concat):
         parts = [(cut_of(part, labels, letters), letters.size(part)) for part in dim[0].parts]
@@ -75,5 +75,5 @@ def cut_of(dim: Dim, labels: Mapping[int, bytes], letters: DimLetters) -> bytes 
         return None
     number, cut = numbers[0], cuts[numbers[0]]
     if len(numbers) > 1 or cut is None:
-        raise NotOneLetterError
+        raise LetterCutError
     return spread(cut, letters.size(dim[number + 1 :]), letters.size(dim[:number]))
