@@ -441,7 +441,7 @@ class _ForwardRecorder(TorchFunctionMode):
         """Adds to the record which values the model returns and which receive a gradient, and returns the record."""
         tensors = [*tensors_of(outputs), *(each.tensor for each in unseen_outputs(outputs))]
         self.record.outputs = tuple(name for t in tensors if (name := value_name(t)) is not None)
-        self.record.returned = tuple(name for t in tensors if (name := self.names.of(t)) is not None)
+        self.record.returned = tuple(own for t in tensors if (own := self.names.of(t)) is not None)
         for tensor in tensors:  # which a module may have kept, so that it is no result of an event
             self._look_at(tensor)
         behind = set(nodes_behind(tensors))

@@ -166,7 +166,7 @@ _PICKS = frozenset(("slice", "narrow", "select"))
 
 
 def _meetings_of_selected(
-    recording: Recording, axes: RunAxes, leading: Collection[TensorUse]
+    recording: Recording, axes: RunAxes, leading: set[TensorUse]
 ) -> Iterator[RecordedCall]:  # fmt: skip
     """Yields operators by which samples meet that a condition on their values has selected, as ``x[mask]`` does.
 
