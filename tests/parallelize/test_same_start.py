@@ -75,3 +75,24 @@ def test_copies_with_the_same_values_are_taken():
 
     first, second = launch(work, 2, ranks="threads")
     assert first == second
+
+
+@pytest.mark.parametrize("other", ["dp2 mb2", "dp2 bf16", "dp2/zero1", "dp2 recompute:full"])
+def test_ranks_with_different_layouts_are_told_so(other):
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def work(world):
+        line = other if world.rank else "dp2"
+        with pytest.raises(PlanError, match="ranks were given different layouts") as refusal:
+            parallelize(model, line, world)
+        return str(refusal.value)
+
+    (text,) = set(launch(work, 2, ranks="threads"))
+    assert f"rank 0 has 'layout dp2', rank 1 'layout {Layout.parse(other)}'" in text
+
+
+def test_an_option_that_launch_does_not_know_is_named():
+    with pytest.raises(PlanError, match="launch takes a function") as refusal:
+        launch(lambda world: None, 2, ranks="threads", timeout=3)
+    assert refusal.value.given == "timeout=..."
+    assert "timeout_s" in refusal.value.allowed

@@ -39,7 +39,8 @@ class CollectiveCall(NamedTuple):
 SAME_CALLS = "the same calls in the same order on every rank of an axis"
 FIX_CALLS = (
     "look for code that depends on the rank: a branch, such as `if world.rank == 0` around a save (call it on every "
-    "rank: it writes files once) or a hook, a loop, the size of a batch"
+    "rank: it writes files once) or a hook, a loop, the size of a batch; or on values of its samples, as a loop up to "
+    "their largest length does: /sp and grids give the ranks of tp other samples, dp and plain tp run such code"
 )
 DEBUG = "sw.launch(..., debug=True), or --debug of the command,"
 FIX_LOST = (

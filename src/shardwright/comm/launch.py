@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -80,7 +80,7 @@ def launch(
     """
     if isinstance(ranks_or_layout, str):
         ranks_or_layout = Layout.parse(ranks_or_layout)
-    _check_launch(work, ranks_or_layout, ranks)
+    _check_launch(work, ranks_or_layout, ranks, options)
     num_ranks = ranks_or_layout if isinstance(ranks_or_layout, int) else ranks_or_layout.num_ranks
     check_can_start(num_ranks, ranks)
     if ranks == "threads":
@@ -102,7 +102,10 @@ def launch(
     return processes.run_processes(work, num_ranks, args, **options)
 
 
-def _check_launch(work: Any, ranks_or_layout: Any, ranks: Any) -> None:
+_OPTIONS = ("debug", "timeout_s", "device", "links", "link", "bind_cores", "grace_s")
+
+
+def _check_launch(work: Any, ranks_or_layout: Any, ranks: Any, options: Collection[str]) -> None:
     """Raises PlanError, with the line to write, for arguments that :func:`launch` does not take."""
     given, allowed = "", ""
     if not callable(work):
@@ -114,6 +117,8 @@ def _check_launch(work: Any, ranks_or_layout: Any, ranks: Any) -> None:
         given, allowed = f"{ranks_or_layout!r:.60} ranks", "a number of ranks from 1 on, or a layout such as 'dp2 tp2'"
     elif ranks not in ("threads", "processes"):
         given, allowed = f"ranks={ranks!r}", "'threads', 'processes'"
+    elif unknown := [name for name in options if name not in _OPTIONS]:
+        given, allowed = f"{unknown[0]}=...", f"the options {', '.join(_OPTIONS)}; arguments of work by position"
     if given:
         fix = "write sw.launch(train, 'dp2', ranks='threads'), with def train(world): ..."
         raise PlanError("launch takes a function and the ranks that call it", given=given, allowed=allowed, fix=fix)

@@ -207,7 +207,7 @@ def _started(
     if plan.stages is not None:  # stages that were cut from different code would wait for each other's messages
         check_same_code(everyone.for_strategy("core"), lines_of(plan.stages.chunked, plan.schedule))
     place_parameters(job.model, {**plan.compute, **plan.buffers}, plan.mesh.coord(world.rank), seed, world.device)
-    check_same_start(everyone.for_strategy("core"), world, model, seed, example)
+    check_same_start(everyone.for_strategy("core"), world, model, str(layout), seed, example)
     axes = {**_axes(plan, world), "world": everyone}
     return _run_of(job, plan, chosen, world, axes, draws, seed, stop_at_nan, model, check_every, first_batch)
 

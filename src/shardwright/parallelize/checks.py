@@ -465,13 +465,13 @@ def _share_dropped(module: nn.Module) -> float:
     return float(share) if isinstance(share, int | float) and not isinstance(share, bool) else 0.0
 
 
-_EXAMPLE = "the example's tensor"
+_EXAMPLE, _LAYOUT = "the example's tensor", "layout "
 
 
 def check_same_start(
-    everyone: Axis, world: World, model: nn.Module, seed: int, example: Any = None
+    everyone: Axis, world: World, model: nn.Module, layout: str, seed: int, example: Any = None
 ) -> None:  # fmt: skip
-    """Raises PlanError, on every rank, unless all ranks have been given the same parameters, buffers and seed.
+    """Raises PlanError, on every rank, unless all ranks have been given the same parameters, buffers, layout and seed.
 
     Copies that start different stay different, and sums of their gradients mean nothing. Strided tensors with values
     are compared by all their bits, tensors on the meta device by what a constructor recorded to fill them with, and
@@ -492,16 +492,16 @@ def check_same_start(
     def address(tensor: Tensor) -> str:
         return f"{tensor.device} {tensor.data_ptr()} {tensor.stride()}"
 
-    if world.local and first_difference_async(everyone, _lines(seed, tensors, address))() is None:
+    first = [f"{_LAYOUT}{layout}", f"seed {seed}"]
+    if world.local and first_difference_async(everyone, [*first, *_lines(tensors, address)])() is None:
         return  # threads that were given one model: no need to read its values
-    check_agreement(
-        everyone, _lines(seed, tensors, lambda tensor: f"values {tensor_digest(tensor)}"), _different_models
-    )
+    lines = _lines(tensors, lambda tensor: f"values {tensor_digest(tensor)}")
+    check_agreement(everyone, [*first, *lines], _different_models)
 
 
-def _lines(seed: int, tensors: Mapping[str, Tensor], content: Callable[[Tensor], str]) -> list[str]:
-    """Returns one line of text for the seed and one for each tensor, to compare between ranks."""
-    lines = [f"seed {seed}"]
+def _lines(tensors: Mapping[str, Tensor], content: Callable[[Tensor], str]) -> list[str]:
+    """Returns one line of text for each tensor, to compare between ranks."""
+    lines = []
     for name, tensor in tensors.items():
         has_values = not tensor.is_meta and tensor.layout is torch.strided
         values = content(tensor) if has_values else "without values"
@@ -517,6 +517,13 @@ def _different_models(found: Difference) -> PlanError:
             given=str(found),
             allowed="the same example on every rank, by which all plan alike",
             fix="give every rank the inputs of the same global batch, as it is before run.shard cuts it",
+        )
+    if f"'{_LAYOUT}" in str(found):
+        return PlanError(
+            "ranks were given different layouts",
+            given=str(found),
+            allowed="the same line of layout on every rank",
+            fix="give every rank the same line: it says how all of them share the work",
         )
     return PlanError(
         "ranks were given different models, and would train copies that are none, or mix parts of several",

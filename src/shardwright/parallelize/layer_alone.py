@@ -209,7 +209,7 @@ def layer_alone(
     shard = plan.batch_shard(coord)
     job = Job(structural_copy(layer), nn.Identity(), num_tokens, batch_shard=shard)
     place_parameters(job.model, plan.compute, coord, seed, world.device)
-    check_same_start(world.everyone().for_strategy("core"), world, layer, seed)
+    check_same_start(world.everyone().for_strategy("core"), world, layer, str(layout), seed)
     axes = {name: axis.for_strategy(mode.name) for name, axis in world.axes(plan.mesh).items()}
     for names in sorted({summed_axes(plan, name) for name in plan.compute}):
         if len(names) > 1:
