@@ -162,7 +162,9 @@ def _cut(
         raise LayoutError(
             f"the model cannot be cut into {num_chunks} chunks",
             given=f"{type(model).__name__}, whose forward makes {len(sites)} calls of modules with weights{why}",
-            allowed=f"1 to {len(sites)} chunks, stages times chunks of each",
+            allowed=f"1 to {len(sites)} chunks, stages times chunks of each"
+            if sites
+            else "models that call modules with weights, at which stages begin",
             fix="ask for fewer stages, or fewer chunks on each" if len(sites) > 1 else "leave out pp",
         )
     works = [cost.work for cost in costs]
