@@ -30,13 +30,13 @@ from shardwright.analysis.marked_inputs import hint_of_samples
 from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.operator_results import cloned
 from shardwright.analysis.structure import has_backward_hooks, has_hooks
-from shardwright.analysis.torch_loops import KNOWN_LOOPS
 from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError, PlanError
 from shardwright.formatting import first_line
 from shardwright.plan.event_stages import UNEVEN, EventStages
 from shardwright.strategies.pipeline.balance import FINER, Price, StageShares, evened
 from shardwright.strategies.pipeline.cut import check_num_names
+from shardwright.strategies.pipeline.event_units import is_layer_of_torch, opened_modules, units_of
 
 FINEST = (0.25, 0.06, 0.0)
 """A module is cut inside if its call costs more than this part of an even chunk.
@@ -134,8 +134,8 @@ def _cut(
     num_chunks, before = len(stage_of), _settings(model)
     escaped: set[str] = set()
     while True:
-        opened = _opened(model, record, num_chunks, names, closed, finest) | escaped
-        units = _units(model, record, opened)
+        opened = opened_modules(model, record, num_chunks, names, closed, finest) | escaped
+        units = units_of(model, record, opened)
         found, _ = _recorded(model, inputs, units)
         out_of = {found.events[number].name for number in found.escaping}
         for path in out_of:
@@ -144,7 +144,7 @@ def _cut(
                 raise _escapes(path)
         # what a unit decides by its inputs, other stages must decide too
         deciding = {found.events[number].name for number in found.deciding} - escaped - {*closed}
-        deciding = {path for path in deciding if not _from_torch(model.get_submodule(path))}
+        deciding = {path for path in deciding if not is_layer_of_torch(model.get_submodule(path))}
         if not out_of | deciding:
             break
         escaped |= out_of | deciding
@@ -270,70 +270,7 @@ def _escapes(path: str) -> LayoutError:
     )
 
 
-# ---- units: the calls that are one event each
-
-
-def _opened(
-    model: nn.Module, record: ForwardRecord, num_chunks: int, names: Sequence[str], closed: Collection[str],
-    finest: float,
-) -> set[str]:  # fmt: skip
-    """Returns the modules that are cut inside: not their calls, but those that their code makes are events."""
-    share = record.scopes[0].cost.work / num_chunks
-    found = {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(len(parts))}
-    children = {scope.caller for scope in record.scopes}
-    for number, scope in enumerate(record.scopes):
-        module = model.get_submodule(scope.path)
-        if scope.path in closed or number not in children or _from_torch(module):
-            continue
-        is_called = scope.caller < 0 or record.scopes[scope.caller].path in found
-        if is_called and (scope.caller < 0 or scope.cost.work > share * finest):
-            found.add(scope.path)
-    free = {scope.path for scope in record.scopes if scope.is_free}
-    return found | (free - {scope.path for scope in record.scopes if not scope.is_free})
-
-
-def _from_torch(module: nn.Module) -> bool:
-    """Whether a module is one of torch's layers, which stay one event; those that only call others are cut inside."""
-    lists = isinstance(module, nn.Sequential | nn.ModuleList)
-    return type(module).__module__.startswith("torch.nn.") and type(module) not in _OF_LAYERS and not lists
-
-
-_OF_LAYERS = (*KNOWN_LOOPS, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-"""The modules of torch that call several layers with weights, one after the other."""
-
-
-def _units(model: nn.Module, record: ForwardRecord, opened: Collection[str]) -> set[str]:
-    called = {
-        scope.path
-        for scope in record.scopes
-        if scope.path not in opened and scope.caller >= 0 and record.scopes[scope.caller].path in opened
-    }
-    return called | _uncalled(model, record, opened)
-
-
-def _uncalled(model: nn.Module, record: ForwardRecord, opened: Collection[str]) -> set[str]:
-    """Returns the largest modules that this forward does not call, of which another forward may call some.
-
-    They lie in ``opened`` modules, or in lists and dicts of these.
-    """
-    paths = {scope.path for scope in record.scopes}
-    around = {".".join(parts[:n]) for path in paths for parts in [path.split(".")] for n in range(len(parts))}
-    found = set[str]()
-
-    def look(module: nn.Module, path: str) -> None:
-        for name, child in module.named_children():
-            inner = f"{path}.{name}" if path else name
-            holds = type(child).forward is nn.Module.forward  # a list or dict, which is not called itself
-            if inner in opened or (inner not in paths and (inner in around or holds)):
-                look(child, inner)
-            elif inner not in paths:
-                found.add(inner)
-
-    look(model, "")
-    return found
-
-
-# ---- units again, as large as the chunks allow
+# ---- units, as large as the chunks allow
 
 
 def _closed_again(
@@ -356,7 +293,7 @@ def _closed_again(
     inside |= {path for path in stages.opened for each in hooked if each.startswith(f"{path}.")}
     opened = {"", *inside}
     while len(opened) < len(stages.opened):
-        units = _units(model, whole, opened)
+        units = units_of(model, whole, opened)
         starts = [_start_of(fine, start, units) for start in fine.bounds[1:-1]]
         try:
             record, _ = _recorded(model, inputs, units)
