@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from tests.contract.cases import CHECKS
 from tests.contract.test_on_parts import TOKENS, WIDTH, WORDS, OwnCase
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 
 from shardwright.models.losses import CrossEntropy
 from shardwright.verify import verify
 
 LINES = ["tp2", "tp3", "tp2 mb2", "dp2/zero1 tp2", "dp2/zero3 tp2", "pp2 mb2 tp2", "tp2 recompute:full"]
+
+
+def hooked_weight_norm(layer):
+    with warnings.catch_warnings(action="ignore"):  # torch advises the other one
+        return nn.utils.weight_norm(layer)
 
 
 class Feedforward(nn.Module):
@@ -52,7 +60,20 @@ class Pictures(nn.Module):
         return x + self.down(functional.relu(self.inner(self.up(x))))
 
 
+class Normed(nn.Module):
+    """Convolutions whose weights are a direction and a norm for each channel that they give."""
+
+    def __init__(self, normed):
+        super().__init__()
+        self.up, self.down = normed(nn.Conv1d(6, 24, 3, padding=1)), normed(nn.Conv1d(24, 6, 1))
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(torch.relu(x))))
+
+
 KINDS = {
+    "weights with norms": lambda: Normed(parametrizations.weight_norm),
+    "weights with norms, by hooks": lambda: Normed(hooked_weight_norm),
     "feedforward": Feedforward,
     "without a bias": lambda: Feedforward(bias=False),
     "without weights": lambda: Feedforward(elementwise_affine=False),

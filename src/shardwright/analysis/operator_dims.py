@@ -227,7 +227,7 @@ def _gated(call: RecordedCall, a: DimLetters) -> Any:
 @_rule("_weight_norm_interface")
 def _weight_norm(call: RecordedCall, a: DimLetters) -> Any:
     own = call.argument(2, "dim", 0)
-    v = tuple(a.new(n, Role.SAME if d == own else Role.WHOLE) for d, n in enumerate(call.operands[0].shape))
+    v = tuple(a.new(n, Role.SAME if d == own else Role.NORM) for d, n in enumerate(call.operands[0].shape))
     g = tuple(dim if d == own else () for d, dim in enumerate(v))
     return [v, g], [v, g]
 

@@ -140,8 +140,10 @@ def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[PartUse], 
     Raises: NotOnPartsError, ValueReadError: the call cannot run on parts. WriteToPartError: it writes in place to a
         shard of a tensor that it needs whole.
     """
-    if function is functional.layer_norm and tensors and _cuts_normed(args, named, tensors[0].part):
-        function = layer_norm_of_parts
+    if function in _NORMS and tensors and tensors[0].part is not None:
+        normed, of_parts = _NORMS[function]
+        dims = normed(*args, **named)
+        function = of_parts if any(tensors[0].part.cuts[dim] is not None for dim in dims) else function
     recorded = Recorded()
     uses = [recorded.use(each.whole, "input") for each in tensors]
     with torch.no_grad(), without_dispatch_modes(), recorded:
@@ -170,12 +172,6 @@ def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[PartUse], 
     )  # fmt: skip
 
 
-def _cuts_normed(args: Any, named: Any, part: TensorPart | None) -> bool:
-    """Returns whether ranks hold parts of the dims that a layer norm with these arguments normalizes over."""
-    shape = args[1] if len(args) > 1 else named["normalized_shape"]
-    return part is not None and any(cut is not None for cut in part.cuts[-len(shape) :])
-
-
 def layer_norm_of_parts(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5,
@@ -194,6 +190,31 @@ def layer_norm_of_parts(
     normed = centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
     normed = normed if weight is None else normed * weight
     return (normed if bias is None else normed + bias).to(input.dtype)
+
+
+def weight_norm_of_parts(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """Returns a weight of direction ``v`` and norms ``g``, as ``torch._weight_norm`` does, where other dims are cut.
+
+    >>> v, g = torch.tensor([[3.0, 4.0]]), torch.tensor([[10.0]])
+    >>> weight_norm_of_parts(v, g)
+    tensor([[6., 8.]])
+    """
+    return v * (g / v.square().sum(_other_dims(v, g, dim), keepdim=True).sqrt())
+
+
+def _other_dims(v: Tensor, g: Tensor, dim: int = 0) -> list[int]:
+    return [each for each in range(v.dim()) if each != dim]
+
+
+def _last_dims(input: Tensor, normalized_shape: Sequence[int], *_: Any, **__: Any) -> range:
+    return range(-len(normalized_shape), 0)
+
+
+_NORMS: Mapping[Any, tuple[Callable[..., Iterable[int]], Callable[..., Tensor]]] = {
+    functional.layer_norm: (_last_dims, layer_norm_of_parts),
+    torch._weight_norm: (_other_dims, weight_norm_of_parts),
+}
+"""Functions that normalize: the dims over which they go, and what computes the same where ranks hold parts of these."""
 
 
 def _is_slot(leaf: Any) -> bool:
