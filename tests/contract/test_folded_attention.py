@@ -54,6 +54,7 @@ class Weights(Windows):
         return h + layer(rows, rows, rows, need_weights=True)[0].reshape(h.shape)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("kind", [Windows, Frames, Weights])
 def test_attention_with_dropout_on_folded_rows_is_equal(kind, line):

@@ -82,6 +82,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_around_a_norm_are_cut_and_equal(kind, line):

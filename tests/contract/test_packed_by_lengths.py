@@ -77,6 +77,7 @@ def batches():
         yield (numbers * (7 + place) % 20, torch.tensor(lengths)), torch.arange(SAMPLES) % 3
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_recurrent_networks_on_packed_sequences_are_equal(kind, line):

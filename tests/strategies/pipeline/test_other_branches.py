@@ -68,6 +68,7 @@ LINES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize(("kind", "batches"), [(Tasks, TASKS), (Towers, FED)], ids=["tasks", "towers"])
 def test_batches_that_take_another_branch_than_the_example(kind, batches, line):

@@ -90,6 +90,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_code_between_layers_runs_on_every_stage_as_on_one_device(kind, line):
