@@ -166,8 +166,12 @@ def _nothing_to_cut(job: Job, mode: Mode, plan: Plan, apart: Mapping[str, str]) 
     sizes = ", ".join(f"{type(m).__name__} '{path}' {tuple(m.weight.shape)}" for path, m in layers[:NAMED])
     sizes += f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
     kept = [f"; its forward cannot be recorded: {unrecorded}"] if unrecorded else []
-    whole = {path: apart.get(path, role.why) for path, role in plan.roles.items() if role.name == "copied"}
-    kept += [f"; '{path}' is kept whole: {why}" for path, why in whole.items()]
+    whole: dict[str, list[str]] = {}
+    for path, role in plan.roles.items():
+        if role.name == "copied":
+            whole.setdefault(apart.get(path, role.why), []).append(path)
+    for why, (first, *others) in whole.items():
+        kept.append(f"; '{first}' {f'and {len(others)} more are' if others else 'is'} kept whole: {why}")
     over = " ".join(f"{axis.name}={axis.size}" for axis in mode.axes)
     return GridError(
         f"no layer of the model can be cut over {over}",
