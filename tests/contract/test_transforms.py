@@ -76,7 +76,7 @@ def test_an_ensemble_of_stacked_parameters_is_equal(line, kind):
 
 @pytest.mark.parametrize("kind", [Ensemble, AroundEnsemble])
 def test_members_that_no_code_calls_but_whose_weights_it_stacks_are_whole_like_the_one_it_calls(kind):
-    with pytest.raises(LayoutError, match="is kept whole: its weights are read by other code"):
+    with pytest.raises(LayoutError, match="kept whole: its weights are read by other code"):
         verify(kind(), "tp2", BATCHES, loss=nn.MSELoss())
 
 
