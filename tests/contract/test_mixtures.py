@@ -351,9 +351,7 @@ def test_a_mixture_that_cannot_be_cut_by_samples_says_why_and_names_the_layout_t
     verdict = verify(Dispatches(), "tp2", data, loss=MeanSquaredError())
     assert verdict.equal, str(verdict)
     for line, fix in (("tp2/sp", "write tp2, or dp2"), ("tp2x2/2d", r"write tp1x4/2d, tp4, or dp4")):
-        words = (
-            rf"'experts.0.0' and \d+ more are kept whole: activations decide whether it is called(?s:.*)fix: +{fix}$"
-        )
+        why = r"'experts.0.0' and \d+ more are kept whole: activations decide whether it is called"
         with pytest.raises(LayoutError, match=rf"{why}(?s:.*)fix: +{fix}$"):
             verify(Dispatches(), line, data, loss=MeanSquaredError())
 
