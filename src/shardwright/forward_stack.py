@@ -195,6 +195,12 @@ def wrap(
     module.forward = stack.forward  # type: ignore[assignment]
 
 
+def is_composed(module: nn.Module) -> bool:
+    """Returns whether a module's forward is the one that its wrappers make up."""
+    stack = vars(module).get(_KEY)
+    return stack is not None and vars(module).get("forward") is stack.forward
+
+
 def rename(module: nn.Module, rung: Rung, name: str) -> None:
     """Renames the wrapper on ``rung`` in a module's forward stack, which ``run.explain`` prints.
 

@@ -289,8 +289,8 @@ class KeyedDropout:
     Call it with a tensor and a probability. ``layer`` is the name of the layer, of which :meth:`factors` counts the
     calls. ``cuts`` are the slices that this rank holds of the layer's input. ``rows()`` returns the indices of the
     samples, by default ``rng.samples``. ``tokens(shape)`` returns further cuts, for inputs of that shape whose
-    sequences are cut. ``dim``, 0 or 1, is the dim of the samples. With ``outside``, dim 0 may be folded, of (outside,
-    samples, inside) rows. ``traced`` replaces :meth:`factors` in code that ``torch.compile`` traces.
+    sequences are cut. ``dim``, 0 or 1, is the dim of the samples. ``folds`` are pairs (outside, inside): dim 0 may then
+    have outside * samples * inside rows. ``traced`` replaces :meth:`factors` in code that ``torch.compile`` traces.
     """
 
     rng: RngTracker
@@ -299,7 +299,7 @@ class KeyedDropout:
     rows: Callable[[], Sequence[int]] | None = None
     tokens: Callable[[Sequence[int]], tuple[DimSlice, ...]] | None = None
     dim: int = 0
-    outside: int | None = None
+    folds: frozenset[tuple[int, int]] = frozenset()
     traced: Callable[[Tensor, float], Tensor] | None = None
 
     def __call__(self, input: Tensor, p: float) -> Tensor:
@@ -316,8 +316,8 @@ class KeyedDropout:
             recomputation and it cannot be known of which call (:meth:`RngTracker.count`).
         """
         samples = self.rng.samples if self.rows is None else self.rows()
-        if self.outside is not None and samples and len(input) // len(samples) > 1:
-            return self._of_folded(input, p, samples, self.outside)
+        if self.folds and samples and len(input) != len(samples):
+            return self._of_folded(input, p, samples)
         if input.dim() <= self.dim or input.shape[self.dim] != len(samples):
             raise PlanError(
                 f"dropout '{self.layer}' does not get one row for each sample",
@@ -340,16 +340,20 @@ class KeyedDropout:
             part[1](factors)
         return factors
 
-    def _of_folded(self, input: Tensor, p: float, samples: Sequence[int], outside: int) -> Tensor:
+    def _of_folded(self, input: Tensor, p: float, samples: Sequence[int]) -> Tensor:
         """Returns the factors of an input with several rows for each sample, as windows of a sequence."""
         count = len(samples)
-        if len(input) % (outside * count):
+        found = [outside for outside, inside in self.folds if outside * count * inside == len(input)]
+        if len(found) != 1:  # the order of the rows is not known: as many may be one sample's after the other, or not
+            known = " or ".join(sorted(f"{outside * inside}" for outside, inside in self.folds))
             raise PlanError(
-                f"dropout '{self.layer}' does not get as many rows for each sample",
+                f"dropout '{self.layer}' does not get the rows for each sample that the example has",
                 given=f"{len(input)} rows for {count} samples",
-                allowed="rows as the example's forward has them, as many for each sample",
-                fix="give parallelize(..., example=inputs) the inputs of a real batch",
+                allowed=f"{known} rows for each sample, in one order" if known else "one row for each sample",
+                fix="give parallelize(..., example=inputs) the inputs of such a batch, or call layers of their own on "
+                "rows in different orders",
             )
+        (outside,) = found
         shape = (count, len(input) // count, *input.shape[1:])
         part = self.rng.part_of(input)
         cuts = [replace(each, dim=each.dim + (each.dim > 0)) for each in (*self.cuts, *(part[0] if part else ()))]
@@ -445,14 +449,14 @@ def key_dropout(
     rows: Mapping[str, Callable[[], Sequence[int]]] | None = None,
     tokens: Mapping[str, Callable[[Sequence[int]], tuple[DimSlice, ...]]] | None = None,
     but: Collection[str] = (),
-    folded: Mapping[str, int] = MappingProxyType({}),
+    folded: Mapping[str, frozenset[tuple[int, int]]] = MappingProxyType({}),
 ) -> None:
     """Makes every ``nn.Dropout`` and ``nn.MultiheadAttention`` of ``model`` compute its dropout masks from ``rng``.
 
     Their forwards are replaced in place. ``cuts``, ``rows`` and ``tokens`` map names of layers to the fields of their
     :class:`KeyedDropout`: the slices that this rank holds of a layer's input; the samples, if they are not
     ``rng.samples``; and further slices, for an input of a given shape. ``folded`` has the names of attention that gets
-    several rows for each sample (``outside`` of :class:`KeyedDropout`). An ``nn.Dropout`` named in ``but`` stays as it
+    several rows for each sample (``folds`` of :class:`KeyedDropout`). An ``nn.Dropout`` named in ``but`` stays as it
     is, and so do subclasses of the two and attention whose forward was replaced before.
 
     >>> model, rng = nn.Sequential(nn.Dropout(0.5)), RngTracker(seed=3, samples=range(1))
@@ -469,7 +473,7 @@ def key_dropout(
         drop = KeyedDropout(rng, name, (cuts or {}).get(name, ()), own_rows, own_tokens, dim=int(name in second))
         if type(module) is nn.MultiheadAttention and "forward" not in vars(module):
             if module.dropout > 0:
-                drop = replace(drop, outside=folded.get(name))
+                drop = replace(drop, folds=folded.get(name, frozenset()))
                 _replace(module, drop, _keyed_multihead(module, drop))
             continue
         if type(module) in KEYED and name not in but:

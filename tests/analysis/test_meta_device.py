@@ -8,6 +8,7 @@ from torch import nn
 
 from shardwright import verify
 from shardwright.analysis.meta_device import on_meta
+from shardwright.analysis.record_forward import record_forward
 from shardwright.ledger.account import predict_memory
 from shardwright.models import CrossEntropy
 from shardwright.plan.plan import Job
@@ -60,3 +61,21 @@ def test_no_pictures_are_enlarged_as_one_is(mode):
         assert x.grad.shape == x.shape
         sizes.append((len(y), *y.shape[1:]))
     assert sizes == [(0, 3, 8, 7), (1, 3, 8, 7)]
+
+
+def test_a_recurrent_function_may_be_called_with_keywords():
+    class Keywords(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.GRU(4, 4, batch_first=True)
+
+        def forward(self, x):
+            start = torch.zeros(1, len(x), 4)
+            weights = [getattr(self.inner, name) for name in self.inner._flat_weights_names]
+            return torch.gru(
+                input=x, hx=start, params=weights, has_biases=True, num_layers=1, dropout=0.0, train=False,
+                bidirectional=False, batch_first=True,
+            )[0]  # fmt: skip
+
+    recording = record_forward(Keywords().to("meta"), torch.empty(3, 5, 4, device="meta"))
+    assert recording.outputs[0].shape == (3, 5, 4)

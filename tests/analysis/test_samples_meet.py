@@ -83,6 +83,11 @@ def centred(y, dim=0):
     return changed
 
 
+def in_slices(y):
+    rows = y[y[:, 0] > 0]
+    return torch.cat([rows[:4].relu(), rows[4:].relu()])
+
+
 def with_selected(y):
     chosen = torch.where(y[:, 0] > 0)[0]
     return y.index_add(0, chosen, y[chosen][:, :1].expand(-1, 4))
@@ -91,6 +96,10 @@ def with_selected(y):
 MEET = {
     "slice, of rows that a condition selects,": first_selected,
     "mean, of rows that a condition selects,": centred,
+    "_softmax, of rows that a condition selects,": lambda y: y[y[:, 0] > 0].softmax(0),
+    "amax, of rows that a condition selects,": lambda y: y / y[y[:, 0] > 0].amax(0, keepdim=True),
+    "topk, of rows that a condition selects,": lambda y: y[y[:, 0] > 0].topk(2, 0).values.sum(),
+    "cumsum, of rows that a condition selects,": lambda y: y[y[:, 0] > 0].cumsum(0),
     "a running count": up_to_three,
     "_softmax": lambda y: y.softmax(0),
     "topk": lambda y: y + y.topk(1, 0).values.mean(),
@@ -103,6 +112,8 @@ MEET = {
 APART = {
     "a mean of each selected row": lambda y: centred(y, 1),
     "a feature of selected rows": with_selected,
+    "all selected rows, in slices": in_slices,
+    "a softmax of each selected row": lambda y: y[y[:, 0] > 0].softmax(1),
     "selected rows in parts": lambda y: torch.cat([part.relu() for part in y[y[:, 0] > 0].split(4)]).sum(),
     "a mean of selected rows": lambda y: (y, y[y[:, 0] > 0].mean()),
     "in each sample": lambda y: torch.stack([row[(row > 0).nonzero()[:2, 0]].sum() for row in y]),

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from shardwright.checkpoint.loading import load
 from shardwright.checkpoint.saving import save
 from shardwright.comm.launch import launch
+from shardwright.errors import CheckpointError
 from shardwright.layout import Layout
 from shardwright.models.model_loss import MeanLoss
 from shardwright.parallelize import parallelize
@@ -72,3 +73,21 @@ def test_a_run_that_trains_other_parameters_takes_up_the_optimizer(tmp_path, lin
         found = launch(work, Layout.parse(line).num_ranks, line, number, ranks="threads")[0]
     for name, expected in plain().items():
         torch.testing.assert_close(found[name], expected, rtol=1e-11, atol=1e-12)
+
+
+def test_parameters_that_the_saved_optimizer_left_out_are_refused_unless_they_were_frozen(tmp_path):
+    def left_out(name, shape):
+        return None if name.startswith("0.") else {}
+
+    def work(world, parameters):
+        run = parallelize(made(TRAINED[1]), "dp2", world, loss=MeanLoss(cross_entropy))
+        optimizer = run.optimizer(torch.optim.AdamW, parameters=parameters)
+        if parameters is not None:
+            run.step(next(run.shard(batches())), update=optimizer)
+            save(tmp_path, run, optimizer)
+            return
+        with pytest.raises(CheckpointError, match="divides the parameters into other groups"):
+            load(tmp_path, run, optimizer)
+
+    for parameters in (left_out, None):
+        launch(work, 2, parameters, ranks="threads")

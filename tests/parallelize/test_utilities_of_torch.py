@@ -290,10 +290,12 @@ def test_a_model_that_was_changed_after_it_was_laid_out_does_not_train_on(line, 
     on_ranks(line, work)
 
 
-def test_another_forward_of_the_model_is_refused_where_stages_have_read_the_code():
+@pytest.mark.parametrize("path", ["", "0", "1"])
+def test_another_forward_of_a_module_is_refused_where_stages_have_read_the_code(path):
     def work(run, _):
-        run.model.forward = lambda x: x
-        with pytest.raises(PlanError, match="'forward' of the run's model was replaced or removed"):
+        run.step(next(run.shard([BATCH])))
+        run.model.get_submodule(path).forward = lambda x: x
+        with pytest.raises(PlanError, match=f"'{path}{'.' if path else ''}forward' of the run's model was replaced"):
             run.step(next(run.shard([BATCH])))
 
     on_ranks("pp2", work)

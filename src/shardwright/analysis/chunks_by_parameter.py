@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from itertools import takewhile
 from typing import Protocol
 
 
 class _Chunked(Protocol):
-    """A model cut into pipeline chunks."""
+    """A model cut into pipeline chunks; ``names`` gives the parameters and buffers inside each module."""
+
+    @property
+    def names(self) -> Mapping[str, tuple[str, ...]]: ...
 
     @property
     def num_chunks(self) -> int: ...
@@ -16,34 +19,42 @@ class _Chunked(Protocol):
     def weights_of(self, chunk: int) -> tuple[str, ...]: ...
 
 
-def chunks_by_parameter(chunked: _Chunked, names: Sequence[str]) -> dict[str, list[int]]:
-    """Returns the chunks that use each parameter and buffer, by name; ``names`` are in the order of the model.
+def chunks_by_parameter(chunked: _Chunked) -> dict[str, list[int]]:
+    """Returns the chunks that use each parameter and buffer, by name, in the order of the model's modules.
 
-    One of ``names`` that no chunk uses gets one chunk, that of the used name before or behind it with which it shares
-    more modules around it; of the name before it if these are as many. So the heads of a model lie on one stage, also
-    if the example calls one of them and later batches another.
+    A name that no chunk uses gets one chunk, that of the used name before or behind it with which it shares more
+    modules around it; of the name before it if these are as many. So the heads of a model lie on one stage, also if the
+    example calls one of them and later batches another, with the buffers of each.
 
     >>> class Chunked:
     ...     num_chunks = 2
+    ...     names = {"body": ("body.weight",), "heads.first": ("heads.first.weight",), "heads.second":
+    ...              ("heads.second.weight", "heads.second.mean")}
     ...     def weights_of(self, chunk): return (("body.weight",), ("heads.first.weight",))[chunk]
-    >>> chunks_by_parameter(Chunked(), ["body.weight", "heads.first.weight", "heads.second.weight"])
-    {'body.weight': [0], 'heads.first.weight': [1], 'heads.second.weight': [1]}
+    >>> chunks_by_parameter(Chunked())
+    {'body.weight': [0], 'heads.first.weight': [1], 'heads.second.weight': [1], 'heads.second.mean': [1]}
     """
-    found: dict[str, list[int]] = {}
+    used: dict[str, list[int]] = {}
     for chunk in range(chunked.num_chunks):
         for name in chunked.weights_of(chunk):
-            found.setdefault(name, []).append(chunk)
-    before, behind = _last_used(names, found), _last_used(reversed(names), found)
-    neighbours = {name: (before[name], behind[name]) for name in names if name not in found}
-    for name, (first, second) in neighbours.items():
-        if first is not None and (second is None or _num_common(name, first) >= _num_common(name, second)):
-            found[name] = [found[first][-1]]
+            used.setdefault(name, []).append(chunk)
+    # a tied name is that of the module where it comes first
+    names = [name for path, held in chunked.names.items() for name in held if name.rpartition(".")[0] == path]
+    names = list(dict.fromkeys([*names, *used]))
+    before, behind = _last_used(names, used), _last_used(reversed(names), used)
+    found: dict[str, list[int]] = {}
+    for name in names:
+        first, second = before[name], behind[name]
+        if name in used:
+            found[name] = used[name]
+        elif first is not None and (second is None or _num_common(name, first) >= _num_common(name, second)):
+            found[name] = [used[first][-1]]
         else:
-            found[name] = [found[second][0] if second is not None else 0]
+            found[name] = [used[second][0] if second is not None else 0]
     return found
 
 
-def _last_used(names: Iterable[str], used: Iterable[str]) -> dict[str, str | None]:
+def _last_used(names: Iterable[str], used: Collection[str]) -> dict[str, str | None]:
     """Returns, for each name, the last one before it that is among ``used``."""
     found: dict[str, str | None] = {}
     last = None

@@ -238,7 +238,7 @@ class IgnoresDeviceMoves(TorchFunctionMode):
                 if self._device.type == "meta" and _writes(func):
                     self._on_meta.pop(found[0], None)  # its key is a weak reference, with which no tensor is swapped
                     to_meta_if_written(func, args, named)
-                counts = args[1] if func in _OF_PACKED and _is_count(args[1]) else None
+                counts = args[1] if func in _OF_PACKED and len(args) > 1 and _is_count(args[1]) else None
                 args, named = tree_map_only(Tensor, lambda x: x if x is counts else self._on_device(x), (args, named))
             return mark_made(func(*args, **named), args) if self._device.type == "meta" else func(*args, **named)
         if func is Tensor.to and not _names_device(args[1:], named):

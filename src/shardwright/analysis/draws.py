@@ -84,18 +84,19 @@ class FoundDraw(NamedTuple):
 class Draws:
     """The random draws of a model's forward, and in which dim each drawn tensor holds the samples of the batch.
 
-    Keys of ``places`` and ``functions`` are (module, number of its call, number of the draw in the call). ``places``
-    has None for a tensor without samples, :data:`MIXED` for one that cannot be cut by samples, and :data:`SELECTED` for
-    rows that code selects; ``selecting`` are the modules whose code does, and ``routing`` all modules whose code
-    selects by values. ``functions`` names the torch function of each draw. ``others`` names the random generators other
-    than torch's from which the forward draws, and ``seeded`` those of them that it seeds itself, so that it draws the
-    same numbers each time. ``across`` lists modules in which the samples of a batch meet, with the function by which
-    they do (:func:`meetings`). ``backwards`` names the user's autograd functions whose backward draws. ``seeds`` are
-    the keys of the draws from a ``torch.Generator`` that the forward makes or seeds, which are the same numbers in
-    every forward.
+    Keys of ``places``, ``num_dims`` (of the drawn tensor) and ``functions`` are (module, number of its call, number of
+    the draw in the call). ``places`` has None for a tensor without samples, :data:`MIXED` for one that cannot be cut by
+    samples, and :data:`SELECTED` for rows that code selects; ``selecting`` are the modules whose code does, and
+    ``routing`` all modules whose code selects by values. ``functions`` names the torch function of each draw.
+    ``others`` names the random generators other than torch's from which the forward draws, and ``seeded`` those of them
+    that it seeds itself, so that it draws the same numbers each time. ``across`` lists modules in which the samples of
+    a batch meet, with the function by which they do (:func:`meetings`). ``backwards`` names the user's autograd
+    functions whose backward draws. ``seeds`` are the keys of the draws from a ``torch.Generator`` that the forward
+    makes or seeds, which are the same numbers in every forward.
     """
 
     places: dict[tuple[str, int, int], SamplePlace | None] = field(default_factory=dict)
+    num_dims: dict[tuple[str, int, int], int] = field(default_factory=dict)
     functions: dict[tuple[str, int, int], str] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     seeded: tuple[str, ...] = ()
@@ -157,6 +158,19 @@ class Draws:
         for (path, _, _), place in self.places.items():
             found.setdefault(path, set()).add(place)
         return found
+
+    def folds_of(self, path: str, num_heads: int) -> frozenset[tuple[int, int]]:
+        """Returns how the rows of an attention's scores are made of samples: (outside, inside) for each kind of call.
+
+        The rows are those of ``outside`` times the samples times ``inside``; (1, 1) where each row is a sample's.
+        """
+        found = set()
+        for key, place in self.places.items():
+            if key[0] == path and place not in (None, ALONE, MIXED, SELECTED) and place.dim == 0:
+                # scores are (rows * heads, queries, keys), or have a dim for heads
+                inside = place.inside // num_heads if self.num_dims[key] == 3 else place.inside
+                found.add((place.outside, inside))
+        return frozenset(found)
 
     def check(
         self, *, are_threads: bool, cuts: bool, cuts_samples: bool, cuts_batch: bool = True,
@@ -306,8 +320,8 @@ def draws_of(
             places[path, call, number] = ALONE
     elsewhere = {path for (path, _, _), place in places.items() if place not in (None, MIXED, ALONE)}
     for_rows = _drawing_for_rows(found) - elsewhere
-    for key, _, function, *_, stop in found:
-        place = places[key]
+    for key, use, function, *_, stop in found:
+        place, draws.num_dims[key] = places[key], len(use.shape)
         # what is drawn before code selects is for no selected samples, as in a model whose own loss leaves out labels
         around = [path for path, first in recording.selecting.items() if first < stop and is_inside(key[0], path)]
         if around and place in (None, MIXED, ALONE):  # for the samples that a real run selects

@@ -89,7 +89,7 @@ class EventsChunked:
     @cached_property
     def homes(self) -> Mapping[str, Sequence[int]]:
         """The chunks that use each parameter and buffer, or one for a name that no chunk uses, by name."""
-        return chunks_by_parameter(self, tuple(reversed(self.names.get("", ()))))
+        return chunks_by_parameter(self)
 
     @cached_property
     def chunk_of(self) -> tuple[int, ...]:

@@ -38,6 +38,7 @@ from shardwright.analysis.forward_record import (
     ValueName,
     forget_values,
     plain_of,
+    raised_again,
     tag_value,
     value_mark,
     value_name,
@@ -422,17 +423,17 @@ class _ForwardRecorder(TorchFunctionMode):
             versions = [tensor._version for tensor in given]
         self._unit, self._reads = len(self.record.events), set()
         self._given = frozenset(name for name in takes if isinstance(name, tuple))
-        before, raised = self._work.now(), None
+        before, raised, kept = self._work.now(), None, None
         try:
             results = original(*args, **named)
         except Exception as failure:  # which the code around it may catch
-            results, raised = (), failure
+            results, raised, kept = (), failure, raised_again(failure)
         with below_functions():
             written = [place for place, tensor in enumerate(given) if tensor._version != versions[place]]
             self._note_functions(tensors_of(results))
             self._unit = None
             reads, cost = frozenset(self._reads), self._work.since(before)
-            self._add(path, number, given, takes, plain_of(args, named), results, written, reads, cost, raised)
+            self._add(path, number, given, takes, plain_of(args, named), results, written, reads, cost, kept)
         if raised is not None:
             raise raised
         return results

@@ -63,7 +63,8 @@ class LengthResult(NamedTuple):
     place: int
 
 
-PACKING = frozenset(("_pack_padded_sequence", "_pad_packed_sequence"))
+PACK = "_pack_padded_sequence"
+PACKING = frozenset((PACK, "_pad_packed_sequence"))
 """The functions of torch that have such a result (:class:`LengthResult`), as their second one."""
 
 
@@ -164,6 +165,20 @@ class ForwardRecord:
     own_backward: set[str] = field(default_factory=set)
     writing: set[str] = field(default_factory=set)
     draws: bool = False
+
+
+def raised_again(failure: Exception) -> Exception:
+    """Returns an exception of the same class, text and attributes, without the frames and causes of ``failure``.
+
+    Its constructor is not called: that may take other arguments than the exception has kept.
+
+    >>> raised_again(ValueError("too long"))
+    ValueError('too long')
+    """
+    made = type(failure).__new__(type(failure), *failure.args)
+    made.args = failure.args
+    vars(made).update(vars(failure))
+    return made
 
 
 def tag_value(tensor: Tensor, name: ValueName | None) -> None:

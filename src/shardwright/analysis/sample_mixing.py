@@ -161,8 +161,11 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
     return found
 
 
-_PICKS = frozenset(("slice", "narrow", "select"))
-"""Operators that take rows by their numbers. One that divides rows is none: their counts may be those of samples."""
+_PICKS = {"index_select": 1, "narrow": 1, "select": 1, "slice": 1}
+"""Operators that take rows by their numbers, and the number of the argument that names the dim.
+
+One that divides rows is none: their counts may be those of samples.
+"""
 
 
 def _meetings_of_selected(
@@ -170,8 +173,9 @@ def _meetings_of_selected(
 ) -> Iterator[RecordedCall]:  # fmt: skip
     """Yields operators by which samples meet that a condition on their values has selected, as ``x[mask]`` does.
 
-    These are operators that take some of them by number, as the first ones, and means and other sums of them whose
-    result goes back into each. A rank has selected some of them only.
+    These are operators that take some of them by number, as the first ones, or compute each from others, as a softmax
+    does, reductions such as a maximum, and means and other sums of them whose result goes back into each. A rank has
+    selected some of them only.
     """
     batch, selected = axes.of_samples(recording.inputs), set[DimAxis]()
     for call in recording.calls:
@@ -181,13 +185,28 @@ def _meetings_of_selected(
     selected -= batch
     if not selected:
         return
+
+    def dims_of(use: TensorUse) -> list[int]:
+        return [dim for dim, axis in enumerate(axes.of(use)) if not selected.isdisjoint(leaves(axis))]
+
+    taken: dict[TensorUse, list[RecordedCall]] = {}  # by what slices take rows of
     for call in recording.calls:
-        x, dim = next(iter(call.operands), None), call.argument(1, "dim", 0) if call.name in _PICKS else 0
-        if x is None or call.name not in _PICKS or not x.shape or selected.isdisjoint(leaves(axes.of(x)[dim])):
+        x, name = next(iter(call.operands), None), call.name.removesuffix("_")
+        dims = dims_of(x) if x is not None and x.shape and not leading.isdisjoint(call.results) else []
+        if x is None or not dims:
             continue
-        some = len(call.results[0].shape) < len(x.shape) or call.results[0].shape[dim] < x.shape[dim]
-        if some and not leading.isdisjoint(call.results):
+        size, along = len(x.shape), _PICKS.get(name, _ALONG.get(name))
+        found = [] if along is None else call.argument(along, "dims" if name in ("flip", "roll") else "dim", -1)
+        named = {dim % size for dim in ([found] if isinstance(found, int) else found)}
+        if name in _PICKS and named.intersection(dims):
+            taken.setdefault(x, []).append(call)
+        elif named.intersection(dims) or (name in _REDUCTIONS and not any(map(dims_of, call.results))):
             yield call
+    for x, calls in taken.items():
+        (dim, *_) = dims_of(x)
+        counts = [each.results[0].shape[dim] if len(each.results[0].shape) == len(x.shape) else 1 for each in calls]
+        if sum(counts) < x.shape[dim]:  # else code takes all of them, in turn
+            yield calls[0]
     known = _sums(recording, axes)[1]
     yield from (call for call in _sums(recording, axes, selected)[1] if call not in known)
 

@@ -71,7 +71,7 @@ class Manifest:
     ``optimizer/<parameter>/<key>``. ``files`` maps a name to (bytes, SHA-256). ``scalars`` holds the optimizer state
     that does not have its parameter's shape, such as step counts, by parameter and key, as pairs (dtype or "", value);
     the fp16 loss scale is there too. ``groups`` are the optimizer's param groups, and ``optimizer`` is its class's
-    name, "" without one. ``extra`` is the user's data.
+    name, "" without one. ``extra`` is the user's data. ``frozen`` names the parameters that were not trained.
     """
 
     step: int
@@ -83,6 +83,7 @@ class Manifest:
     scalars: Mapping[str, Mapping[str, Any]]
     groups: tuple[Mapping[str, Any], ...]
     extra: Mapping[str, Any]
+    frozen: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Returns the manifest as the text of ``manifest.json``."""
@@ -97,6 +98,7 @@ class Manifest:
         files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in self.files.items()}
         head = {"format": FORMAT, "version": VERSION, "step": self.step, "layout": self.layout, "seed": self.seed}
         state = {"optimizer": self.optimizer, "scalars": self.scalars, "groups": self.groups, "extra": self.extra}
+        state |= {"frozen": list(self.frozen)} if self.frozen else {}
         return signed(json.dumps({**head, **state, "files": files, "tensors": tensors}, indent=1))
 
     @staticmethod
@@ -136,6 +138,7 @@ class Manifest:
         return Manifest(
             found["step"], found["layout"], found["seed"], tensors, files,
             found["optimizer"], found["scalars"], tuple(found["groups"]), found["extra"],
+            tuple(found.get("frozen", ())),
         )  # fmt: skip
 
 

@@ -20,21 +20,25 @@ def saved_options(run: Run, optimizer: torch.optim.Optimizer, manifest: Manifest
     Saved groups are found by the names of their parameters, not by their order, which depends on the pipeline stages
     that saved them: several saved groups with equal options may be one group here. A group without parameters on this
     rank gets the options of the saved group of its number if there are as many groups here as saved ones, else none.
-    Parameters that no group had, such as frozen ones, get the options of the others of their group. Parameters of saved
-    groups that are frozen here are left out.
+    Parameters that were frozen get the options of the others of their group. Parameters of saved groups that are frozen
+    here are left out.
 
-    Raises: CheckpointError: a group has parameters that were saved with different options; parameters that were saved
-        in one group are in groups of different options; or a parameter of a saved group is trained here, and in none.
+    Raises: CheckpointError: a group has parameters that were saved with different options, or that no group had and
+        were not frozen; parameters that were saved in one group are in groups of different options; or a parameter of a
+        saved group is trained here, and in none.
     """
     held, saved = optimizer_groups(run, optimizer), manifest.groups
     place_of = {name: place for place, group in enumerate(saved) for name in group["parameters"]}
+    stateful = {name.removeprefix("optimizer/").rpartition("/")[0] for name in manifest.tensors} | set(manifest.scalars)
+    may_lack = stateful | set(manifest.frozen)
     found: list[Mapping[str, Any]] = []
     taken: dict[int, Mapping[str, Any]] = {}
     for number, group in enumerate(held):
         places = {place_of[name] for name in group["parameters"] if name in place_of}
         every = [saved[place]["options"] for place in sorted(places)]
         divided = any(options != every[0] for options in every[1:])
-        if divided or any(taken.setdefault(place, group["options"]) != group["options"] for place in places):
+        new = [n for n in group["parameters"] if n in manifest.tensors and n not in place_of and n not in may_lack]
+        if divided or new or any(taken.setdefault(place, group["options"]) != group["options"] for place in places):
             raise _divided(optimizer, saved, held, manifest)
         if not places and len(saved) == len(held):
             every = [saved[number]["options"]]

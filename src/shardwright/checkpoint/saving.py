@@ -225,6 +225,7 @@ def _contents(
     state = pack_entries(entries), _scalars(run, optimizer), optimizer_groups(run, optimizer)
     kind = type(optimizer).__name__ if optimizer is not None else ""
     step, layout, seed = run.num_steps, str(run.plan.layout), run.rng.seed
+    frozen = tuple(sorted(run.plan.frozen))
     names, num_bytes = [part.file for part in parts], sum(part.num_bytes for part in parts)
     copies = (part.copied(offload) for offload in (run.offload,) for part in parts)
 
@@ -249,7 +250,7 @@ def _contents(
         scalars = {name: found for _, _, each, _ in wrote for name, found in each.items()}
         tensors = merge_tensors(entries for _, entries, *_ in wrote)
         groups = merge_groups([groups for *_, groups in wrote])
-        return Manifest(step, layout, seed, tensors, files, kind, scalars, groups, extra)
+        return Manifest(step, layout, seed, tensors, files, kind, scalars, groups, extra, frozen)
 
     return write, merge, snapshot
 

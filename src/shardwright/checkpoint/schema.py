@@ -39,11 +39,13 @@ def check_schema(found: Any) -> None:
     ValueError: no entry 'extra'
     """
     _need(isinstance(found, dict), "no table of entries")
-    for key in sorted(KEYS ^ found.keys()):
+    for key in sorted(KEYS ^ (found.keys() - {"frozen"})):
         raise ValueError(f"{'no' if key in KEYS else 'an unknown'} entry {key!r:.80}")
     rules = {"step": _is_step, "version": _is_version, "seed": _is_int, "layout": _is_text, "optimizer": _is_text}
     for key, rule in rules.items():
         _need(rule(found[key]), f"'{key}' is {found[key]!r:.80}")
+    frozen = found.get("frozen", [])
+    _need(isinstance(frozen, list) and all(map(_is_text, frozen)), "'frozen' is no list of names")
     for key in ("files", "tensors", "scalars"):
         _need(isinstance(found[key], dict), f"'{key}' is no table")
     for name, entry in found["files"].items():

@@ -31,8 +31,7 @@ class NodeWait:
     the others reach it, by default its host name, and ``run_id`` that of torchrun. As a context manager it runs a
     thread that writes down this node in the store, and says (``say``, by default on standard error), after
     ``say_after_s`` and then each time after twice as long, who has come. It sends a few bytes, and ends by itself when
-    all have come or this node's ranks have been started. While the store does
-    not answer, the thread says that instead.
+    all have come or this node's ranks have been started. While the store does not answer, the thread says that instead.
     """
 
     def __init__(

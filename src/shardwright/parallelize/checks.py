@@ -28,6 +28,7 @@ from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
 from shardwright.errors import LayoutError, PlanError
 from shardwright.formatting import first_line
+from shardwright.forward_stack import is_composed
 from shardwright.initial_values import recorded_values
 from shardwright.layout import Layout
 from shardwright.operators.split_backward import has_hook_of_user
@@ -362,7 +363,7 @@ def _held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def check_structure(structure: Iterable[Held]) -> None:
-    """Raises PlanError if a submodule, parameter or forward was replaced or removed since the model was laid out.
+    """Raises PlanError if a submodule or parameter was replaced or removed since the model was laid out.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> before = structure_of(model)
@@ -380,6 +381,27 @@ def check_structure(structure: Iterable[Held]) -> None:
                 allowed="changes of the plain model before sw.parallelize: pruning, weight_norm, adapters, new layers",
                 fix="change the plain model, by one forward if that is what changes it, then call sw.parallelize, and "
                 "sw.load for a checkpoint",
+            )
+
+
+Code = tuple[str, nn.Module, Any]
+"""A module's path, the module, and the ``forward`` that was assigned to it, None for that of its class."""
+
+
+def code_of(model: nn.Module) -> tuple[Code, ...]:
+    """Returns the forwards of a model's modules now, for :func:`check_code`."""
+    return tuple((path, module, vars(module).get("forward")) for path, module in model.named_modules())
+
+
+def check_code(code: Iterable[Code]) -> None:
+    """Raises PlanError if a module's ``forward`` was replaced since, by another than the library's."""
+    for path, module, before in code:
+        if vars(module).get("forward") is not before and not is_composed(module):
+            raise PlanError(
+                f"'{path}.forward' of the run's model was replaced since the model was laid out".replace("'.", "'"),
+                given="another forward, in a run whose stages have read the code",
+                allowed="changes of the plain model before sw.parallelize",
+                fix="change the plain model, then call sw.parallelize, and sw.load for a checkpoint",
             )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from shardwright.dispatch_mode import DispatchMode
 from shardwright.errors import PlanError
@@ -20,7 +21,7 @@ class RefusesCollective(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "c10d" and any(_has_all_ranks(each) for each in args):
+        if func.namespace in ("c10d", "_c10d_functional") and any(_has_all_ranks(each) for each in args):
             raise PlanError(
                 f"the loss calls '{func.overloadpacket.__name__}' of torch.distributed over all ranks",
                 given="a loss under pp, which the ranks of the last stage alone run, so that they would wait for ever",
@@ -32,7 +33,8 @@ class RefusesCollective(DispatchMode):
 
 def _has_all_ranks(value: Any) -> bool:
     try:
-        group = dist.ProcessGroup.unbox(value)
-    except (RuntimeError, TypeError):  # another argument
+        named = isinstance(value, str)
+        group = distributed_c10d._resolve_process_group(value) if named else dist.ProcessGroup.unbox(value)  # type: ignore[attr-defined]
+    except (RuntimeError, TypeError, LookupError):  # another argument
         return False
     return bool(group.size() == dist.get_world_size())

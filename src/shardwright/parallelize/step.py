@@ -30,11 +30,13 @@ from shardwright.models.eval_mode import eval_mode
 from shardwright.models.given_loss import SumLoss
 from shardwright.models.losses import CrossEntropy, MeanSquaredError, mean_of
 from shardwright.parallelize.checks import (
+    check_code,
     check_dtypes,
     check_frozen,
     check_full,
     check_structure,
     check_trains,
+    code_of,
     structure_of,
     torch_errors_explained,
 )
@@ -87,9 +89,9 @@ class TrainStep:
         self._everyone = axes["world"]
         self._joins = True  # until an output that cannot be joined from the ranks' shares
         self._told: set[str] = set()  # structures of outputs that are known to be of samples
+        self._structure = structure_of(executor.model)
         # stages run code that was read when the model was laid out, and would not see another forward
-        code = ((vars(executor.model), "forward", vars(executor.model).get("forward")),) if plan.schedule else ()
-        self._structure = (*structure_of(executor.model), *code)
+        self._code = code_of(executor.model) if plan.schedule else ()
         several = plan.layout.num_microbatches > 1 and not plan.layout.own_statistics
         is_replaced = any(each.rung is not Rung.ON_PARTS for each in stack_of(loss).wrappers)
         known = type(loss) in (CrossEntropy, MeanSquaredError, SumLoss) or is_replaced
@@ -115,6 +117,7 @@ class TrainStep:
             check_frozen(self._executor.parameters, self.plan.frozen)
             check_frozen(self.parameters, self.plan.frozen)  # under ZeRO they are others than those of the model
             check_structure(self._structure)
+            check_code(self._code)
         assert batch.num_global is not None, "checked before"
         check_full(self._executor.model, self.plan, batch.num_global)
         self._empty.check(batch.inputs, batch.num_global, self.plan.layout.num_microbatches)

@@ -66,7 +66,7 @@ class Stages:
         for before, chunk in self.chunked.chunk_of.items():
             last_chunk[before.module] = max(chunk, last_chunk.get(before.module, 0))
         known, new = {site for _, site in sites(self.chunked.graph)}, set[str]()
-        homes = chunks_by_parameter(self.chunked, [name for name, _ in self.model.named_parameters()])
+        trained, homes = {name for name, _ in self.model.named_parameters()}, chunks_by_parameter(self.chunked)
         for _, site in sites(graph):
             if site is None or site in chunk_of:
                 continue
@@ -77,7 +77,7 @@ class Stages:
                 continue
             module = self.model.get_submodule(site.module)
             weights = self.chunked.names.get(site.module, ())
-            chunks = {homes[name][0] if name in homes else -1 for name in weights}  # buffers have no home
+            chunks = {homes[name][0] if name in trained else -1 for name in weights}  # buffers are on all stages
             drops = any(isinstance(each, DROPOUTS) for each in module.modules())
             if len(chunks) == 1 and -1 not in chunks and not drops:
                 chunk_of[site] = min(chunks)

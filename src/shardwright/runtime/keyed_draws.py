@@ -385,13 +385,15 @@ def key_draws(
     drawing = None if draws is None else draws.in_modules()
     of_layer = {*with_samples_in_dim_1(model)}
     of_cut = {*(cuts or {})}
-    others, folded = set(), dict[str, int]()
+    others, folded = set(), dict[str, frozenset[tuple[int, int]]]()
     for path, module in model.named_modules():
         places = {FIRST} if drawing is None else drawing.get(path, {FIRST})
         # a dropout layer keys its own masks; where the record has samples in other dims, the record's places do
         known_by_layer = path in of_layer and places.isdisjoint((ALONE, MIXED, SELECTED))
+        known_by_layer &= all(place is None or place.outside == place.inside == 1 for place in places)
         if type(module) is nn.MultiheadAttention and "forward" not in vars(module) and ALONE not in places:
-            folded.update((path, place.outside) for place in places if place not in (None, MIXED, SELECTED, FIRST))
+            folds = frozenset() if draws is None else draws.folds_of(path, module.num_heads)
+            folded.update({path: folds} if folds - {(1, 1)} else {})
             continue  # the layer itself is keyed
         if type(module) in KEYED and (
             known_by_layer or places == {FIRST} or (path in of_cut and places <= {FIRST, None})

@@ -529,8 +529,8 @@ def _allowed(
     def allowed(kind: str, name: str) -> float:
         error = kinds[kind].get(name, 0.0)
         # one number, as of a gate, sums up all that is rounded, which in one comparison may cancel by chance
-        error = max(error, largest) if name in numbers else error
-        # so may the roundings of the loss, which reads all of them
+        error = max(kinds[kind].values(), default=0.0) if name in numbers else error
+        # the loss is one number too, and reads all that is rounded
         rounds = (largest if kind == "loss" else error) > tolerance
         return max(tolerance, min(max(DEVICE_ERROR_FACTOR * error, rounding if rounds else 0.0), most))
 

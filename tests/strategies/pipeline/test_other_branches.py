@@ -78,6 +78,41 @@ def test_batches_that_take_another_branch_than_the_example(kind, batches, line):
     assert found.equal, found
 
 
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        return x
+
+
+class Front(Towers):
+    """A tower at the front, with statistics and a count of its own, and a norm with statistics at the end.
+
+    It returns a dict, for which stages are cut from a record and not from traced code.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), Counting())
+        self.last = nn.BatchNorm1d(3)
+
+    def forward(self, tokens, pictures=None):
+        return {"scores": self.last(super().forward(tokens, pictures))}
+
+
+def dict_loss(output, targets):
+    return nn.functional.cross_entropy(output["scores"], targets, reduction="sum"), len(targets)
+
+
+@pytest.mark.parametrize("line", ["pp2", "pp2 dp2/zero3", "pp3 dp2"])
+def test_buffers_of_a_branch_lie_with_its_parameters(line):
+    found = verify(Front(), line, FED, loss=dict_loss)
+    assert found.equal, found
+
+
 class Late(Towers):
     """The tower is registered behind the head, so that the last stage stores it, where the first one would call it."""
 
@@ -93,6 +128,9 @@ class Called(Late):
 
     def forward(self, tokens, pictures=None):
         return super().forward(tokens, *(() if pictures is None else (pictures,)))
+
+
+STORED = r"'tower.* is used on stage 0, and stored on stage 1"
 
 
 @pytest.mark.parametrize("line", ["pp2 mb2", "pp2 mb2 tp2"])

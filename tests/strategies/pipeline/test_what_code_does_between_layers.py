@@ -36,13 +36,21 @@ class Tries(nn.Module):
         return self.tail(x.mean(1))
 
 
+class TooLongError(Exception):
+    """An exception that is not made of its arguments."""
+
+    def __init__(self, *, limit, given):
+        super().__init__(f"{given} of at most {limit}")
+        self.limit = limit
+
+
 class Checked(nn.Linear):
     """A layer that takes no longer sequences, and says so after it has computed something."""
 
     def forward(self, x):
         h = super().forward(x)
         if x.shape[1] > 4:
-            raise ValueError("too long")
+            raise TooLongError(limit=4, given=x.shape[1])
         return h
 
 
@@ -58,8 +66,8 @@ class Fallback(nn.Module):
         for layer in self.layers:
             try:
                 h = layer(x)
-            except ValueError:
-                h = torch.cat([layer(part) for part in x.split(3, 1)], 1)
+            except TooLongError as failure:
+                h = torch.cat([layer(part) for part in x.split(failure.limit - 1, 1)], 1)
             x = x + torch.tanh(h)
         return self.tail(x.mean(1))
 

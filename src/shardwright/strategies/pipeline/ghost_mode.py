@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
 from typing import Any
 
 import torch
@@ -21,12 +20,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import ParameterIndex, below_functions, calls_replaced, function_name
 from shardwright.analysis.forward_record import (
+    PACK,
     ForwardEvent,
     GhostSpec,
     LengthResult,
     SharedOperand,
     ValueName,
     plain_of,
+    raised_again,
     tag_value,
     value_name,
 )
@@ -206,7 +207,7 @@ class GhostMode(TorchFunctionMode):
             if number >= self._stop:
                 raise ChunkStoppedError  # the user's code has caught the first one
             if event.raised is not None:
-                raise copy(event.raised)
+                raise raised_again(event.raised)
             with below_functions():
                 selects = self._chunk is None and number in self._chunked.record.selections and not event.written
                 if selects and any(isinstance(spec, GhostSpec) for spec in event.results):
@@ -304,7 +305,21 @@ class GhostMode(TorchFunctionMode):
         """
         if not any(isinstance(leaf, LengthResult) for leaf in event.results):
             return ()
-        return self._on_zeros(event, call, args, named)
+        rows, lengths = args[0], args[1]
+        if lengths.is_meta and self._device.type != "meta":
+            raise PlanError(
+                "the lengths of packed sequences are values that another stage computes",
+                given=self._where(),
+                allowed="lengths of inputs, or computed from inputs alone",
+                fix="move the code that packs, and computes the lengths, into a module of its own",
+            )
+        # a feature is enough to see how many rows there are
+        rows = torch.zeros((), device=self._device).expand(rows.shape[: 2 if event.name == PACK else 1])
+        results = tree_leaves(call(rows, *args[1:], **named))
+        spec, shape = event.results[0], tuple(results[0].shape)
+        if isinstance(spec, GhostSpec) and shape != spec.shape[: len(shape)]:
+            raise self._differs(f"a value of shape {shape} and not {spec.shape[: len(shape)]}")
+        return results
 
     def _ghosts(self, event: ForwardEvent, given: Sequence[Tensor], computed: Sequence[Any]) -> Any:
         def result(leaf: Any) -> Any:
@@ -325,20 +340,14 @@ class GhostMode(TorchFunctionMode):
 
         They are elements of a ghost, the meta tensor that stands for another stage's value.
         """
-        self._on_zeros(event, call, args, named)
-
-    def _on_zeros(self, event: ForwardEvent, call: Any, args: Any, named: Any) -> list[Any]:
-        """Returns a call's results on zeros in place of ghosts; raises PlanError if they differ in shape from these."""
         # a mask cannot index a ghost, which is on the meta device: a single zero stands for it, expanded to its shape
         args, named = map_tensors(
             (args, named),
             lambda t: torch.zeros((), dtype=t.dtype, device=self._device).expand(t.shape) if t.is_meta else t,
         )
-        results = tree_leaves(call(*args, **named))
-        for leaf, spec in zip(results, event.results, strict=True):
+        for leaf, spec in zip(tree_leaves(call(*args, **named)), event.results, strict=True):
             if isinstance(spec, GhostSpec) and tuple(leaf.shape) != spec.shape:
                 raise self._differs(f"a value of shape {tuple(leaf.shape)} and not {spec.shape}")
-        return results
 
     def _where(self) -> str:
         after = f"after {self._events[self._at - 1]}" if self._at else "at the beginning of the forward"

@@ -147,9 +147,10 @@ class GhostStage(PipelineStage[EventStages]):
     def _check_homes(self, chunked: EventsChunked) -> None:
         """Raises LayoutError if a chunk of this forward uses parameters that are stored on another stage alone."""
         planned = self.stages.chunked
-        trained = {name for name, _ in self.stages.model.named_parameters()}
+        buffers = {name for path in self.stages.uncalled for name in planned.names[path]}
+        stored = buffers.union(name for name, _ in self.stages.model.named_parameters())
         for chunk in range(chunked.num_chunks):
-            for name in trained.intersection(chunked.weights_of(chunk)):
+            for name in stored.intersection(chunked.weights_of(chunk)):
                 if self.stage_of[chunk] not in {self.stage_of[home] for home in planned.homes[name]}:
                     raise LayoutError(
                         "this forward calls modules on another stage than the example did",

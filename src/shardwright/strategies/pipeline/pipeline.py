@@ -146,13 +146,15 @@ class Pipeline:
         plan = replace(plan, scatters=plan.layout.chosen("pp").option("scatter") is not None)
         schedule, stages = _schedule_and_stages(job, plan)
         _check_module_state(job, plan, schedule, stages)
+        chunks_of = chunks_by_parameter(stages.chunked)
+        used = {name for chunk in range(stages.num_chunks) for name in stages.chunked.weights_of(chunk)}
         # buffers that no chunk uses are on all stages, but those of modules that only other forwards call
-        spare = [
+        spare = {
             f"{path}.{name}"
             for path in (stages.uncalled if isinstance(stages, EventStages) else ())
             for name, _ in job.model.get_submodule(path).named_buffers()
-        ]
-        chunks_of = chunks_by_parameter(stages.chunked, [*plan.compute, *spare])
+        }
+        chunks_of = {n: c for n, c in chunks_of.items() if n in plan.compute or n in used or n in spare}
         holders = {name: sorted({schedule.stage_of[at] for at in chunks}) for name, chunks in chunks_of.items()}
         compute, state, buffers = dict(plan.compute), dict(plan.state), dict(plan.buffers)
         for name, where in holders.items():

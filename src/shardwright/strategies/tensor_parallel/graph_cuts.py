@@ -129,7 +129,8 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     if size == 1:
         return GraphCuts({}, readers, kept)
     # nothing ties the features of a norm that this forward does not call to its statistics: it stays whole
-    uncalled = {name for name, _ in model.named_parameters() if name not in recording.parameters_used}
+    used = recording.parameters_used
+    uncalled = {name for name, _ in model.named_parameters() if name not in used}
     norms = {f"{path}.{name}".lstrip(".") for path, norm in batch_norms(model) for name, _ in norm.named_parameters()}
     cut = _cut(recording, axes, size, kept | (uncalled & norms))
     found = cut.parts

@@ -119,12 +119,22 @@ class FlatParameter:
         """Copies what code has assigned to ``.data`` of sharded parameters to the shard, of which they are views again.
 
         The shard is what ranks all-gather: without this the assigned values would train, and compute nothing.
+
+        Raises: PlanError: they have another dtype or shape.
         """
         first, width = self.shard.data_ptr(), self.shard.element_size()
         for name, (start, stop) in () if self.shard.is_meta else self.ranges.items():
             parameter = self.sharded_parameters[name]
             if start < stop and parameter.data_ptr() != first + start * width:
-                parameter.data = self.shard[start:stop].copy_(parameter.detach())
+                own, given = self.shard[start:stop], parameter.detach()
+                if own.shape != given.shape or own.dtype != given.dtype:
+                    raise PlanError(
+                        f"another kind of tensor was assigned to .data of run.parameters['{name}']",
+                        given=f"{given.dtype} of shape {list(given.shape)}",
+                        allowed=f"{own.dtype} of shape {list(own.shape)}, this rank's shard",
+                        fix="write into it in place: parameter.data.copy_(values)",
+                    )
+                parameter.data = own.copy_(given)
 
     def unshard(self) -> None:
         """Starts the all-gather of the shards; :meth:`wait_for_unshard` makes its result the parameters' values.

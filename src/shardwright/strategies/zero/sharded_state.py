@@ -235,13 +235,17 @@ class FSDPState:
 
     def _after_optimizer(self) -> None:
         self._may_be_stale = False
+        self._take_assigned()
+        self.prefetcher.shards_changed()
+        if self.offloaded is not None:
+            self.offloaded.put_away()
+
+    def _take_assigned(self) -> None:
+        """Takes over what code has assigned to ``.data`` of sharded parameters."""
         if self.offloaded is None:
             for group in self.groups.values():
                 for flat in group.flats:
                     flat.take_assigned()
-        self.prefetcher.shards_changed()
-        if self.offloaded is not None:
-            self.offloaded.put_away()
 
     def _restart(self) -> None:
         """Clears the state that a failed step has left, on all ranks alike, and reshards stale parameters.
@@ -259,6 +263,7 @@ class FSDPState:
         for flat in trained:
             flat.discard_gradients()
         self.prefetcher.end_action()
+        self._take_assigned()
         if any(flat.update_state is not UpdateState.NOT_UPDATED for flat in trained):
             self._after_optimizer()  # the failed step has updated some groups, and they stay updated
         elif self._may_be_stale:
