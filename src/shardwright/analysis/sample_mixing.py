@@ -179,8 +179,8 @@ def _meetings_of_selected(
     """
     batch, selected = axes.of_samples(recording.inputs), set[DimAxis]()
     for call in recording.calls:
-        given = call.operands if call.name in ("nonzero", "masked_select") else _masks_of(call)
-        if any(batch.intersection(leaves(axis)) for use in given for axis in axes.of(use)) and call.results[0].shape:
+        masks = call.operands if call.name in ("nonzero", "masked_select") else _masks_of(call)
+        if any(batch.intersection(leaves(axis)) for use in masks for axis in axes.of(use)) and call.results[0].shape:
             selected.update(leaves(axes.of(call.results[0])[0]))
     selected -= batch
     if not selected:
@@ -196,8 +196,9 @@ def _meetings_of_selected(
         if x is None or not dims:
             continue
         size, along = len(x.shape), _PICKS.get(name, _ALONG.get(name))
-        found = [] if along is None else call.argument(along, "dims" if name in ("flip", "roll") else "dim", -1)
-        named = {dim % size for dim in ([found] if isinstance(found, int) else found)}
+        default = 0 if name in _PICKS else -1
+        given = [] if along is None else call.argument(along, "dims" if name in ("flip", "roll") else "dim", default)
+        named = {dim % size for dim in ([given] if isinstance(given, int) else given)}
         if name in _PICKS and named.intersection(dims):
             taken.setdefault(x, []).append(call)
         elif named.intersection(dims) or (name in _REDUCTIONS and not any(map(dims_of, call.results))):
