@@ -345,7 +345,7 @@ def check_dtypes(parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, to
 
 
 Held = tuple[Mapping[str, Any], str, Any]
-"""What a module had when the model was laid out, such as a parameter: the module's dict, its key there, its value."""
+"""A submodule or parameter that a module had when the model was laid out: the module's dict, its key, its value."""
 
 
 def structure_of(model: nn.Module) -> tuple[Held, ...]:
@@ -377,7 +377,7 @@ def check_structure(structure: Iterable[Held]) -> None:
         if held.get(name) is not value:
             raise PlanError(
                 f"'{name}' of the run's model was replaced or removed since the model was laid out",
-                given=f"a {type(held.get(name)).__name__} in place of {_kind(value)}",
+                given=f"a {type(value).__name__}, in whose place is {type(held.get(name)).__name__}",
                 allowed="changes of the plain model before sw.parallelize: pruning, weight_norm, adapters, new layers",
                 fix="change the plain model, by one forward if that is what changes it, then call sw.parallelize, and "
                 "sw.load for a checkpoint",
@@ -397,16 +397,13 @@ def check_code(code: Iterable[Code]) -> None:
     """Raises PlanError if a module's ``forward`` was replaced since, by another than the library's."""
     for path, module, before in code:
         if vars(module).get("forward") is not before and not is_composed(module):
+            name = ".".join(filter(None, (path, "forward")))
             raise PlanError(
-                f"'{path}.forward' of the run's model was replaced since the model was laid out".replace("'.", "'"),
+                f"'{name}' of the run's model was replaced since the model was laid out",
                 given="another forward, in a run whose stages have read the code",
                 allowed="changes of the plain model before sw.parallelize",
                 fix="change the plain model, then call sw.parallelize, and sw.load for a checkpoint",
             )
-
-
-def _kind(value: Any) -> str:
-    return "what the class has" if value is None else f"a {type(value).__name__}"
 
 
 def check_world(plan: Plan, world: World) -> None:
