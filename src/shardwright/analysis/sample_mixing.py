@@ -195,10 +195,10 @@ def _meetings_of_selected(
         dims = dims_of(x) if x is not None and x.shape and not leading.isdisjoint(call.results) else []
         if x is None or not dims:
             continue
-        size, along = len(x.shape), _PICKS.get(name, _ALONG.get(name))
-        default = 0 if name in _PICKS else -1
-        given = [] if along is None else call.argument(along, "dims" if name in ("flip", "roll") else "dim", default)
-        named = {dim % size for dim in ([given] if isinstance(given, int) else given)}
+        # rows in another order are the same rows
+        along = None if name in ("flip", "roll") else _PICKS.get(name, _ALONG.get(name))
+        given = [] if along is None else call.argument(along, "dim", 0 if name in _PICKS else -1)
+        named = {dim % len(x.shape) for dim in ([given] if isinstance(given, int) else given)}
         if name in _PICKS and named.intersection(dims):
             taken.setdefault(x, []).append(call)
         elif named.intersection(dims) or (name in _REDUCTIONS and not any(map(dims_of, call.results))):
