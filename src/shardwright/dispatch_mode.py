@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
@@ -20,6 +21,16 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def is_collective(function: Any) -> bool:
+    """Returns whether an operator sends messages of ``torch.distributed``, functional collectives included.
+
+    >>> import torch
+    >>> is_collective(torch.ops.aten.add.Tensor)
+    False
+    """
+    return "c10d" in function.namespace
 
 
 @contextmanager

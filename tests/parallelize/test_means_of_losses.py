@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn import functional
 
 import shardwright as sw
@@ -387,10 +388,10 @@ class Sending(nn.Module):
         return nn.functional.cross_entropy(output, targets)
 
 
-def send_in_the_loss(world, line):
+def send_in_the_loss(world, line, kind=Sending):
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     inputs, targets = torch.ones(8, 6), torch.arange(8) % 3
-    run = sw.parallelize(model, line, world, loss=sw.MeanLoss(Sending()), example=inputs)
+    run = sw.parallelize(model, line, world, loss=sw.MeanLoss(kind()), example=inputs)
     optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
     return [run.step(batch, update=optimizer).item() for batch in run.shard([(inputs, targets)] * 3)]
 
@@ -402,9 +403,18 @@ def test_a_loss_that_calls_torch_distributed_is_recorded_by_no_rank(line):
     assert first[2] < first[0]
 
 
-def test_a_loss_under_pp_that_calls_a_collective_over_all_ranks_is_refused():
-    with pytest.raises(PlanError, match="the loss calls 'allgather_'"):
-        sw.launch(send_in_the_loss, 2, "pp2", ranks="processes", timeout_s=30)
+class SendingByName(Sending):
+    """Adds up over the ranks by a functional collective, which is given the name of the group."""
+
+    def forward(self, output, targets):
+        loss = nn.functional.cross_entropy(output, targets)
+        return loss + 0 * functional_collectives.all_reduce(loss.detach(), "sum", dist.group.WORLD)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Sending, "allgather_"), (SendingByName, "all_reduce")])
+def test_a_loss_under_pp_that_calls_a_collective_over_all_ranks_is_refused(kind, name):
+    with pytest.raises(PlanError, match=f"the loss calls '{name}'"):
+        sw.launch(send_in_the_loss, 2, "pp2", kind, ranks="processes", timeout_s=30)
 
 
 def test_a_collective_of_torch_distributed_is_not_recorded():

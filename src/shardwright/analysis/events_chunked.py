@@ -150,7 +150,7 @@ class EventsChunked:
         return tuple(sorted({*self.weights_by_event(chunk)} - self.record.shared_buffers))
 
     def read_between(self, chunk: int) -> frozenset[str]:
-        """Returns the names of the parameters that one chunk passes to functions between modules, or returns."""
+        """Returns the names of the parameters that a chunk gives to functions outside of modules, or returns."""
         events = self.record.events[self.bounds[chunk] : self.bounds[chunk + 1]]
         returned = self.record.returned if chunk == self.num_chunks - 1 else ()
         return frozenset(returned).union(*(event.reads for event in events if event.number is None))

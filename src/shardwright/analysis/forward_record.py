@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_leaves
 
 from shardwright.analysis.costs import Cost
+from shardwright.analysis.meta_values import PACK
 
 _TAG = "_made_by_event"
 
@@ -63,7 +64,6 @@ class LengthResult(NamedTuple):
     place: int
 
 
-PACK = "_pack_padded_sequence"
 PACKING = frozenset((PACK, "_pad_packed_sequence"))
 """The functions of torch that have such a result (:class:`LengthResult`), as their second one."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from shardwright.analysis.operator_results import check_ends, map_tensors, run_on_meta, tensors_of
-from shardwright.dispatch_mode import DispatchMode
+from shardwright.dispatch_mode import DispatchMode, is_collective
 from shardwright.mesh import balanced
 from shardwright.operator_schemas import makes_meta, undrawn, written_arguments
 
@@ -40,11 +40,9 @@ _SELECTING = frozenset(["nonzero", "masked_select", "index"])
 _UNKNOWN_SIZE = frozenset(["nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim"])
 _CHOOSING = {"topk": -1, "sort": -1, "multinomial": -1, "argmax": None, "argmin": None, "max": None, "min": None}
 """The operators whose results have indices of elements that they choose along a dim, and the dim if none is given."""
-_SENDING = frozenset(("c10d", "_c10d_functional", "c10d_functional"))
-"""The namespaces of torch.distributed's operators: what they send would reach ranks that record nothing."""
-
-_PACKING = "_pack_padded_sequence"
+PACK = "_pack_padded_sequence"
 """The operator that leaves out the padding of sequences, whose lengths must be on the CPU."""
+
 _SILENT = frozenset(["detach", "alias", "lift_fresh", "lift", "sym_size", "sym_stride"])
 
 Key = tuple[Any, ...]
@@ -259,7 +257,7 @@ class MetaValues(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named, name = dict(kwargs or {}), func.overloadpacket.__name__
-        if func.namespace in _SENDING:
+        if is_collective(func):  # what it sends would reach ranks that record nothing
             raise NotImplementedError(f"the code calls '{name}' of torch.distributed, which runs in steps alone")
         given = tensors_of((args, named))
         if func is torch.ops.aten.as_strided_.default and _leaves_elements(*args):
@@ -268,7 +266,7 @@ class MetaValues(DispatchMode):
             return self._silently(func, args, named, given)
         values = [self.values(tensor) for tensor in given]
         known = self.keeps_values and name not in RANDOM and all(value is not None for value in values)
-        self.num_reads += name in _READS or name == _PACKING or _has_size_of_values(name, args, named)
+        self.num_reads += name in _READS or name == PACK or _has_size_of_values(name, args, named)
         small = known and sum(value.numel() for value in values if value is not None) <= MOST_ELEMENTS
         if name in _READS:
             if not known:
@@ -305,7 +303,7 @@ class MetaValues(DispatchMode):
 
     def _on_meta(self, func: Any, name: str, args: Any, named: dict[str, Any], known: bool) -> Any:
         written = written_arguments(func, args, named, Tensor)
-        if name == _PACKING:
+        if name == PACK:
             return func(args[0], self._lengths_of(args[0], args[1], *args[2:]), *args[2:])
         if _has_size_of_values(name, args, named) or (known and name == "bincount"):
             if known:
@@ -336,7 +334,10 @@ class MetaValues(DispatchMode):
         return results
 
     def _lengths_of(self, padded: Tensor, lengths: Tensor, batch_first: bool = False) -> Tensor:
-        """Returns the lengths of padded sequences on the CPU, longest first; where unknown, as long as the tensor."""
+        """Returns the lengths of padded sequences as a CPU tensor, the longest first.
+
+        If their values are not known, each sequence counts as long as the padded tensor.
+        """
         known = self.values(lengths)
         if known is None:
             self.read(lengths)

@@ -94,7 +94,7 @@ class SampleFlow:
         return next(iter(value.samples)) if value is not None and value.samples and len(value.samples) == 1 else None
 
     def permutes(self, use: TensorUse) -> bool:
-        """Returns whether a dim of a value has its samples, each at most once, in another order than the batch."""
+        """Returns whether a dim of a value holds samples in another order than the batch, none of them twice."""
         value = self.values.get(use)
         return value is not None and any(each is not None and each.is_permuted for each in value.dims)
 

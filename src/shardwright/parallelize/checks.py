@@ -389,7 +389,7 @@ Code = tuple[str, nn.Module, Any]
 
 
 def code_of(model: nn.Module) -> tuple[Code, ...]:
-    """Returns the forwards of a model's modules now, for :func:`check_code`."""
+    """Returns each module of a model with the ``forward`` that it has now, for :func:`check_code` to compare with."""
     return tuple((path, module, vars(module).get("forward")) for path, module in model.named_modules())
 
 

@@ -8,20 +8,21 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardwright.dispatch_mode import DispatchMode
+from shardwright.dispatch_mode import DispatchMode, is_collective
 from shardwright.errors import PlanError
 
 
 class RefusesCollective(DispatchMode):
     """A context that raises PlanError where code calls a collective over all ranks, before anything is sent.
 
-    It is for the loss under ``pp``, which the ranks of the last stage alone run: they would wait for the others.
+    It is for the first call of the loss under ``pp``, which the ranks of the last stage alone run: they would wait for
+    the others. A loss that is compiled is compiled inside of it too.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and any(_has_all_ranks(each) for each in args):
+        if is_collective(func) and any(_has_all_ranks(each) for each in args):
             raise PlanError(
                 f"the loss calls '{func.overloadpacket.__name__}' of torch.distributed over all ranks",
                 given="a loss under pp, which the ranks of the last stage alone run, so that they would wait for ever",
@@ -33,8 +34,10 @@ class RefusesCollective(DispatchMode):
 
 def _has_all_ranks(value: Any) -> bool:
     try:
-        named = isinstance(value, str)
-        group = distributed_c10d._resolve_process_group(value) if named else dist.ProcessGroup.unbox(value)  # type: ignore[attr-defined]
+        if isinstance(value, str):  # functional collectives get a group's name, for which torch has no public function
+            group = distributed_c10d._resolve_process_group(value)  # type: ignore[attr-defined,arg-type]
+        else:
+            group = dist.ProcessGroup.unbox(value)
     except (RuntimeError, TypeError, LookupError):  # another argument
         return False
     return bool(group.size() == dist.get_world_size())

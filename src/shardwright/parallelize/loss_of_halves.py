@@ -21,7 +21,7 @@ from shardwright.analysis.copying import copied
 from shardwright.analysis.hidden_outputs import hidden_tensors
 from shardwright.analysis.meta_values import RANDOM
 from shardwright.analysis.sample_mixing import has_list
-from shardwright.dispatch_mode import DispatchMode
+from shardwright.dispatch_mode import DispatchMode, is_collective
 from shardwright.models.losses import sum_and_count
 from shardwright.parallelize.repeated_calls import may_be_repeated
 from shardwright.sharding.tensor_part import tagged
@@ -146,7 +146,7 @@ class _RefusesDraws(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func.overloadpacket.__name__ in RANDOM or "c10d" in func.namespace:
+        if func.overloadpacket.__name__ in RANDOM or is_collective(func):
             raise RuntimeError(f"{func} is not run on halves of a batch")
         result = func(*args, **(kwargs or {}))
         made = (x for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point())

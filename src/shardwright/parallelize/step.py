@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.hidden_outputs import checked_loss
@@ -89,6 +90,8 @@ class TrainStep:
         self._everyone = axes["world"]
         self._joins = True  # until an output that cannot be joined from the ranks' shares
         self._told: set[str] = set()  # structures of outputs that are known to be of samples
+        # under ZeRO they are others than those of the model
+        self._stored = {n: p for n, p in parameters.items() if p is not executor.parameters.get(n)}
         self._structure = structure_of(executor.model)
         # stages run code that was read when the model was laid out, and would not see another forward
         self._code = code_of(executor.model) if plan.schedule else ()
@@ -115,7 +118,7 @@ class TrainStep:
         check_trains(self.plan)
         with torch._C.DisableTorchFunctionSubclass():  # parameters that are marked between steps answer slowly
             check_frozen(self._executor.parameters, self.plan.frozen)
-            check_frozen(self.parameters, self.plan.frozen)  # under ZeRO they are others than those of the model
+            check_frozen(self._stored, self.plan.frozen)
             check_structure(self._structure)
             check_code(self._code)
         assert batch.num_global is not None, "checked before"
@@ -178,7 +181,8 @@ class TrainStep:
         tp, is_first = self.plan.layout.factor("tp"), not self._is_checked
         self._is_checked = True
         if is_first and (tp is not None or self.plan.schedule is not None):  # ranks have parts of the model
-            with nullcontext() if self.plan.schedule is None else RefusesCollective():
+            is_last = self.plan.schedule is not None and dist.is_available() and dist.is_initialized()
+            with RefusesCollective() if is_last else nullcontext():
                 return checked_loss(self.loss, output, targets, str(tp or "pp"), all_of=tp is not None)
         return self.loss(output, targets)
 

@@ -42,7 +42,7 @@ class EventStages:
 
     @property
     def uncalled(self) -> frozenset[str]:
-        """The names of the :attr:`units` that the recorded forward does not call; another forward may call them."""
+        """The names of the modules in :attr:`units` that the recorded forward did not call, though another may."""
         return self.units - self.chunked.record.calls.keys()
 
     @property

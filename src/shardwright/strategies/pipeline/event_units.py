@@ -14,7 +14,7 @@ def opened_modules(
     model: nn.Module, record: ForwardRecord, num_chunks: int, names: Sequence[str], closed: Collection[str],
     finest: float,
 ) -> set[str]:  # fmt: skip
-    """Returns the modules that are cut inside: not their calls, but those that their code makes are events.
+    """Returns the names of the modules in which a stage may begin: the calls that their code makes are the events.
 
     Those are modules whose call takes more than ``finest`` of an even chunk's work, those around ``names``, and those
     that compute from the inputs alone; none of torch's layers, and none in ``closed``.

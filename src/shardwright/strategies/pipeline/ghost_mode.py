@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import ParameterIndex, below_functions, calls_replaced, function_name
 from shardwright.analysis.forward_record import (
-    PACK,
     ForwardEvent,
     GhostSpec,
     LengthResult,
@@ -32,6 +31,7 @@ from shardwright.analysis.forward_record import (
     value_name,
 )
 from shardwright.analysis.hidden_outputs import hidden_tensors, refused_output
+from shardwright.analysis.meta_values import PACK
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import map_tensors, tensors_of
 from shardwright.errors import PlanError

@@ -145,7 +145,7 @@ class GhostStage(PipelineStage[EventStages]):
         return found
 
     def _check_homes(self, chunked: EventsChunked) -> None:
-        """Raises LayoutError if a chunk of this forward uses parameters that are stored on another stage alone."""
+        """Raises LayoutError if a stage would use parameters in this forward that only another stage stores."""
         planned = self.stages.chunked
         buffers = {name for path in self.stages.uncalled for name in planned.names[path]}
         stored = buffers.union(name for name, _ in self.stages.model.named_parameters())

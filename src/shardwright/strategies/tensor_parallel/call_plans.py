@@ -22,7 +22,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright.analysis.dim_letters import DimLetters, Dims, Role
@@ -31,6 +30,7 @@ from shardwright.analysis.recording import Recorded, RecordedCall, TensorUse
 from shardwright.dispatch_mode import without_dispatch_modes
 from shardwright.operators.partly_shared import partly_shared_product
 from shardwright.sharding.tensor_part import ALL, TensorPart, num_held, part_of
+from shardwright.strategies.tensor_parallel.norms_of_parts import norm_of_parts
 from shardwright.strategies.tensor_parallel.tensor_parts import LetterCutError, cut_of, letters_of
 
 SUMMABLE = frozenset(["mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "sum", "mean", "dot", "mv"])
@@ -140,10 +140,7 @@ def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[PartUse], 
     Raises: NotOnPartsError, ValueReadError: the call cannot run on parts. WriteToPartError: it writes in place to a
         shard of a tensor that it needs whole.
     """
-    if function in _NORMS and tensors and tensors[0].part is not None:
-        normed, of_parts = _NORMS[function]
-        dims = normed(*args, **named)
-        function = of_parts if any(tensors[0].part.cuts[dim] is not None for dim in dims) else function
+    function = norm_of_parts(function, args, named, tensors[0].part if tensors else None)
     recorded = Recorded()
     uses = [recorded.use(each.whole, "input") for each in tensors]
     with torch.no_grad(), without_dispatch_modes(), recorded:
@@ -170,51 +167,6 @@ def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[PartUse], 
         tuple(planning.steps), results, planning.parts, len(planning.parts), tuple(given), made,
         as_is and all(map(_is_slot, flat)),
     )  # fmt: skip
-
-
-def layer_norm_of_parts(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
-    """Returns ``functional.layer_norm`` of the same arguments, by operators that run on parts of the normalized dims.
-
-    The mean and the mean of squared differences are sums over ranks. Like torch, it computes in float32 at least.
-
-    >>> x = torch.tensor([[1.0, 2.0, 3.0, 6.0]])
-    >>> torch.allclose(layer_norm_of_parts(x, (4,)), functional.layer_norm(x, (4,)))
-    True
-    """
-    dims = [*range(-len(normalized_shape), 0)]
-    x = input.to(torch.promote_types(input.dtype, torch.float32))
-    centred = x - x.mean(dims, keepdim=True)
-    normed = centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
-    normed = normed if weight is None else normed * weight
-    return (normed if bias is None else normed + bias).to(input.dtype)
-
-
-def weight_norm_of_parts(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """Returns a weight of direction ``v`` and norms ``g``, as ``torch._weight_norm`` does, where other dims are cut.
-
-    >>> v, g = torch.tensor([[3.0, 4.0]]), torch.tensor([[10.0]])
-    >>> weight_norm_of_parts(v, g)
-    tensor([[6., 8.]])
-    """
-    return v * (g / v.square().sum(_other_dims(v, g, dim), keepdim=True).sqrt())
-
-
-def _other_dims(v: Tensor, g: Tensor, dim: int = 0) -> list[int]:
-    return [each for each in range(v.dim()) if each != dim]
-
-
-def _last_dims(input: Tensor, normalized_shape: Sequence[int], *_: Any, **__: Any) -> range:
-    return range(-len(normalized_shape), 0)
-
-
-_NORMS: Mapping[Any, tuple[Callable[..., Iterable[int]], Callable[..., Tensor]]] = {
-    functional.layer_norm: (_last_dims, layer_norm_of_parts),
-    torch._weight_norm: (_other_dims, weight_norm_of_parts),
-}
-"""Functions that normalize: the dims over which they go, and what computes the same where ranks hold parts of these."""
 
 
 def _is_slot(leaf: Any) -> bool:

@@ -155,7 +155,7 @@ class _LossCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _OF_VALUES:
-            raise NotImplementedError("no loss of classes, so that what follows does not matter")
+            raise NotImplementedError("the loss takes values and not classes")  # ends the trial: logits are gathered
         if func is functional.cross_entropy:
             logits = args[0] if args else (kwargs or {})["input"]
             self.called |= logits.shape[min(1, logits.dim() - 1)] == self.num_classes
@@ -165,7 +165,7 @@ class _LossCalls(TorchFunctionMode):
 
 
 _OF_VALUES = frozenset((functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss))
-"""Losses by which torch would warn here that the targets have another shape than the output, as those of classes do."""
+"""Losses of values. Called with class targets, as here, they make torch warn that these have another shape."""
 
 _NEEDS_WHOLE = frozenset((Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad))
 
