@@ -568,7 +568,7 @@ def test_code_that_reads_values_of_activations_is_refused_and_of_inputs_priced()
 @pytest.mark.sampled(0)
 def test_sums_of_the_gradients_of_one_chunk_are_hidden_by_the_chunks_that_follow():
     plans = {line: priced(f"pp2/{line} mb5 dp2 bf16", 12) for line in ("interleaved:v2", "1f1b")}
-    ends = [place for place in plans["interleaved:v2"].records.places[0].classes if not place.before]
+    ends = [place for place in plans["interleaved:v2"].records.action_orders[0].classes if not place.before]
     assert len(ends) == 1
     assert plans["interleaved:v2"].waterfall["dp"] < plans["1f1b"].waterfall["dp"]
 

@@ -35,6 +35,9 @@ class Schedule:
     stage_of: tuple[int, ...]
     num_microbatches: int
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.stage_of, self.num_microbatches))  # of thousands of actions it would take long
+
     @property
     def num_stages(self) -> int:
         """The number of pipeline stages."""

@@ -21,9 +21,10 @@ from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import OWN, Factor, Layout, Option, Precision
 from shardwright.parallelize.auto import num_shares
 from shardwright.plan.plan import Plan
+from shardwright.planner.layout_records import LayoutRecords
 from shardwright.planner.pass_cost import OperatorsAlone, PassCost, PassShares
 from shardwright.planner.price import Pricing
-from shardwright.planner.records import FEW_MICROBATCHES, LayoutRecords
+from shardwright.planner.records import FEW_MICROBATCHES
 from shardwright.planner.records_file import RecordsFile
 from shardwright.planner.schedule_cost import EVEN, TOY_STAGES, ScheduleCost, schedule_cost
 from shardwright.planner.state_shares import STATE_KINDS, StateShares, state_of

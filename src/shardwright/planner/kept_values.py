@@ -18,8 +18,8 @@ from shardwright.cost.operators import OperatorRecord
 from shardwright.errors import ExplainedError, GridError, LayoutError, NoValuesError, PlanError
 from shardwright.layout import Factor, Layout, Option
 from shardwright.plan.schedule import Action, Schedule
+from shardwright.planner.layout_records import ActionShape, LayoutRecords, StageRecord, StageRecords
 from shardwright.planner.places import ActionClass
-from shardwright.planner.records import ActionShape, LayoutRecords, StageRecord, StageRecords
 from shardwright.planner.rehearse import MessageRecord, WaitRecord
 from shardwright.planner.schedule_cost import ScheduleCost
 from shardwright.planner.state_shares import StateShares

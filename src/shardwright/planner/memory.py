@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from operator import add, sub
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from shardwright.ledger.tracking import KINDS
-from shardwright.planner.extended import Span, at_blocks, shapes_of, span_of
-from shardwright.planner.places import ActionClass
-from shardwright.planner.records import ActionShape, Held, LayoutRecords
+from shardwright.planner.extended import Span
+from shardwright.planner.layout_records import ActionRehearsal, ActionShape, ActionTable, Held, LayoutRecords, at_blocks
 
 
 class StageMemory(NamedTuple):
@@ -30,48 +32,38 @@ class StageMemory(NamedTuple):
 
 def memory_by_stage(records: LayoutRecords) -> tuple[StageMemory, ...]:
     """Returns the peak memory of each stage, by adding up what its actions allocate and free in schedule order."""
-    known: dict[object, _ActionMemory] = {}  # stages alike do the same
-    return tuple(_stage_memory(records, stage, known) for stage in range(records.schedule.num_stages))
+    step, orders = records.step, records.action_orders
+    most, net = np.array([_most(each) for each in step.actions], dtype=np.int64), _net(step)
+    own = [np.array(each) for each in step.of_stage]
+    done = np.concatenate([np.append(each[order.order], each[-1]) for each, order in zip(own, orders, strict=True)])
+    begins = [*accumulate((len(order.order) + 1 for order in orders), initial=0)]
+    changes = net.sum(axis=1)[done]
+    held = np.cumsum(changes) - changes + most.sum(axis=1)[done]  # since the begin of the first stage's step
+    peaks, bases = list[StageMemory](), dict[object, tuple[npt.NDArray[np.int64], int]]()
+    for stage, (kind, blocks) in enumerate(zip(records.stages, records.num_blocks, strict=True)):
+        key = id(kind.fewer), blocks
+        if key not in bases:
+            bases[key] = np.array(_base(records, stage)), beside_bytes(records, stage)
+        base, beside = bases[key]
+        numbers = done[begins[stage] : begins[stage + 1]]
+        at = held[begins[stage] : begins[stage + 1]].argmax()  # the first of several
+        peak = np.bincount(numbers[:at], minlength=len(net)) @ net + most[numbers[at]]
+        by_kind = base + peak if peak.sum() > 0 else base
+        peaks.append(StageMemory(dict(zip(KINDS, by_kind.tolist(), strict=True)), beside))
+    return tuple(peaks)
 
 
-class _ActionMemory(NamedTuple):
-    """The most bytes beyond those before an action, by kind at that moment, what it leaves behind, and their sums."""
-
-    most: Held
-    net: Held
-    most_bytes: int
-    net_bytes: int
-
-
-def _stage_memory(records: LayoutRecords, stage: int, known: dict[object, _ActionMemory]) -> StageMemory:
-    base, kind, where = _base(records, stage), records.stages[stage], records.places[stage]
-    changes = []
-    for place in (*where.classes, None):  # None: the optimizer's step
-        key = id(kind.fewer), place, span_of(records, stage, place)
-        if key not in known:
-            most, net = _most(records, stage, place)
-            known[key] = _ActionMemory(most, net, sum(most), sum(net))
-        changes.append(known[key])
-    most_bytes, net_bytes = [each.most_bytes for each in changes], [each.net_bytes for each in changes]
-    order = (*where.order, len(where.classes))
-    held, peak, peak_at = sum(base), sum(base), -1
-    for at, number in enumerate(order):
-        if held + most_bytes[number] > peak:
-            peak, peak_at = held + most_bytes[number], at
-        held += net_bytes[number]
-    by_kind = base
-    if peak_at >= 0:
-        parts = [[size * times for size in changes[number].net] for number, times in Counter(order[:peak_at]).items()]
-        by_kind = tuple(map(sum, zip(base, changes[order[peak_at]].most, *parts, strict=True)))
-    return StageMemory(dict(zip(KINDS, map(round, by_kind), strict=True)), beside_bytes(records, stage))
+def _net(step: ActionTable) -> npt.NDArray[np.int64]:
+    """Returns the bytes that each action leaves behind, by kind."""
+    found = step.at_blocks([each.fewer.net for each in step.actions], [each.more.net for each in step.actions])
+    return np.rint(found).astype(np.int64)
 
 
 def offloaded_bytes(records: LayoutRecords) -> int:
     """Returns the bytes of parameters and optimizer state that are offloaded, of the rank that offloads the most."""
     found = [0]
-    for stage, (fewer, more) in enumerate(records.stages):
-        rehearsed = [[float(each.offloaded_bytes)] for each in (fewer, more) if each is not None]
-        (size,) = at_blocks(span_of(records, stage, None), rehearsed)
+    for kind, blocks in zip(records.stages, records.num_blocks, strict=True):
+        (size,) = at_blocks(kind.span(blocks), [[float(each.offloaded_bytes)] for each in kind.rehearsed])
         found.append(round(size))
     return max(found)
 
@@ -106,11 +98,13 @@ def pass_memory(records: LayoutRecords, stage: int) -> PassMemory:
 
     It is the second microbatch, if there are several: gradients are there already, and are not complete after it.
     """
-    places = [*records.stages[stage].fewer.actions]
-    (most, kept), (later, _) = (
-        map(sum, _most(records, stage, [each for each in places if each.kind == kind][:2][-1])) for kind in "FB"
-    )
-    return PassMemory(max(0, kept), max(most, kept + later, 0), max(0, sum(_most(records, stage, None)[0])))
+    actions, net = records.step.actions, _net(records.step).sum(axis=1).tolist()
+    *own, update = records.step.of_stage[stage]
+    kinds = [place.kind for place in records.action_orders[stage].classes]
+    forward, backward = ([n for n, each in zip(own, kinds, strict=True) if each == kind][:2][-1] for kind in "FB")
+    most, later, updated = (sum(_most(actions[each])) for each in (forward, backward, update))
+    kept = net[forward]
+    return PassMemory(max(0, kept), max(most, kept + later, 0), max(0, updated))
 
 
 def beside_bytes(records: LayoutRecords, stage: int) -> int:
@@ -120,20 +114,18 @@ def beside_bytes(records: LayoutRecords, stage: int) -> int:
 
 def _base(records: LayoutRecords, stage: int) -> Held:
     kind = records.stages[stage]
-    rehearsed = [each.base for each in (kind.fewer, kind.more) if each is not None]
-    base = tuple(map(round, at_blocks(span_of(records, stage, None), rehearsed)))
+    rehearsed = [each.base for each in kind.rehearsed]
+    base = tuple(map(round, at_blocks(kind.span(records.num_blocks[stage]), rehearsed)))
     batch, number = KINDS.index("batch"), records.schedule.num_microbatches
     return (*base[:batch], base[batch] * number // kind.fewer.num_microbatches, *base[batch + 1 :])
 
 
-def _most(records: LayoutRecords, stage: int, place: ActionClass | None) -> tuple[Held, Held]:
-    """Returns the most bytes beyond those before an action, by kind at that moment, and what it leaves behind."""
-    fewer, *others = shapes_of(records, stage, place)
-    if not others:
-        return fewer.moments[_largest(fewer.sums)], fewer.net
-    (more,), span = others, span_of(records, stage, place)
-    found = max(_moments(fewer, more, span), key=sum)
-    return tuple(map(round, found)), tuple(map(round, at_blocks(span, (fewer.net, more.net))))
+def _most(action: ActionRehearsal) -> Held:
+    """Returns the most bytes beyond those before an action, by kind at that moment."""
+    fewer, more = action.fewer, action.more
+    if fewer is more:
+        return fewer.moments[_largest(fewer.sums)]
+    return tuple(map(round, max(_moments(fewer, more, action.span), key=sum)))
 
 
 def _largest(sums: Sequence[float]) -> int:

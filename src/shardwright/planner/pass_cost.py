@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from shardwright.layout import Factor
 from shardwright.planner.extended import extended
+from shardwright.planner.layout_records import LayoutRecords
 from shardwright.planner.memory import PassMemory, beside_bytes, held_at_rest, pass_memory
 from shardwright.planner.price import PassTimes, Pricing
-from shardwright.planner.records import LayoutRecords
 from shardwright.planner.state_shares import STATE_KINDS
 
 

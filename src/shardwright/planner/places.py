@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from shardwright.plan.schedule import Schedule
 
@@ -27,23 +31,30 @@ class ActionClass(NamedTuple):
     before: str = ""
 
 
-class ActionOrder(NamedTuple):
+@dataclass(frozen=True)
+class ActionOrder:
     """The classes of a stage's actions, each once, and the index in ``classes`` of each action of its schedule."""
 
     classes: tuple[ActionClass, ...]
-    order: tuple[int, ...]
+    order: npt.NDArray[np.intp]
 
-    def counts(self) -> dict[ActionClass, int]:
-        """Returns how many actions of each class the stage has."""
-        counts = Counter(self.order)
-        return {each: counts[index] for index, each in enumerate(self.classes)}
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many actions of each class the stage has, in the order of ``classes``."""
+        return tuple(np.bincount(self.order, minlength=len(self.classes)).tolist())
 
 
-def places(schedule: Schedule, stage: int) -> ActionOrder:
-    """Returns the :class:`ActionClass` of each action of a stage: its chunk, kind, order and neighbours.
+@lru_cache(maxsize=32)
+def action_orders(schedule: Schedule) -> tuple[ActionOrder, ...]:
+    """Returns the :class:`ActionClass` of each action of each stage: its chunk, kind, order and neighbours.
 
-    The classes are in the order of the first action of each chunk and kind, and of those alike in that of the actions.
+    The classes of a stage are in the order of the first action of each chunk and kind, and of those alike in that of
+    the actions.
     """
+    return tuple(_action_order(schedule, stage) for stage in range(schedule.num_stages))
+
+
+def _action_order(schedule: Schedule, stage: int) -> ActionOrder:
     # whole lists are handled at once, which runs in C: all stages of a step may have ten thousand actions
     slots = {chunk: slot for slot, chunk in enumerate(schedule.chunks_of(stage))}
     code_of = {(kind, chunk): code for code, (chunk, kind) in enumerate(product(slots, _KINDS))}
@@ -66,7 +77,7 @@ def places(schedule: Schedule, stage: int) -> ActionOrder:
         for (after, own, before), name in (keys[index] for index, _ in found)
     )
     renumbered = {index: number for number, (index, _) in enumerate(found)}
-    return ActionOrder(tuple(classes), tuple([renumbered[index] for index in order]))
+    return ActionOrder(tuple(classes), np.array([renumbered[index] for index in order], dtype=np.intp))
 
 
 _KINDS, _NONE = "FBIW", -1
@@ -82,12 +93,14 @@ def _ends(codes: list[int], code: int, first: int) -> dict[int, str]:
     return {first: "first", **second, last: "last"}
 
 
-def like(place: ActionClass, actions: Iterable[ActionClass]) -> ActionClass | None:
+def like(place: ActionClass, actions: Collection[ActionClass]) -> ActionClass | None:
     """Returns the one of the classes ``actions`` that is most like the class ``place``, or None if none is like it.
 
     Like it are those of the same chunk of their stage, kind (F, B, I or W) and order, except that "second", "between"
     and "last" may stand for each other. Of these, the one with the most equal order and neighbours is returned.
     """
+    if place in actions:
+        return place
     orders = _LATER if place.order in _LATER else (place.order,)
     known = sorted((each for each in actions if each[:2] == place[:2] and each.order in orders), key=_is_last)
     if not known:
@@ -148,8 +161,10 @@ def sample_chunks(schedule: Schedule, few: int) -> tuple[int, ...]:
 
 def has_all_actions(few: Schedule, schedule: Schedule) -> bool:
     """Returns whether ``few``, a schedule on few stages, has an action like (:func:`like`) each one of ``schedule``."""
-    known = [places(few, stage).classes for stage in range(few.num_stages)]
+    known = [each.classes for each in action_orders(few)]
     kinds = (kind_of(stage, schedule.num_stages, few.num_stages) for stage in range(schedule.num_stages))
     return all(
-        like(place, known[kind]) for stage, kind in enumerate(kinds) for place in places(schedule, stage).classes
+        like(place, known[kind])
+        for kind, order in zip(kinds, action_orders(schedule), strict=True)
+        for place in order.classes
     )

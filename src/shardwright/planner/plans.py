@@ -30,10 +30,11 @@ from shardwright.parallelize.batches import pairs
 from shardwright.parallelize.planning import job_for, num_rows
 from shardwright.planner.anchors import scale_of
 from shardwright.planner.explain import simplest_first
+from shardwright.planner.layout_records import LayoutRecords
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.plan_results import Plans
 from shardwright.planner.price import LEFT, Price, Pricing
-from shardwright.planner.records import LayoutRecords, first_rows, record_layout
+from shardwright.planner.records import first_rows, record_layout
 from shardwright.planner.records_file import RecordsFile
 from shardwright.planner.search import Recorder, host_fits, misfit_s, precision_of, search
 from shardwright.planner.search_constraints import MOST_PRICED, SearchConstraints

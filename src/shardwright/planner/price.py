@@ -8,9 +8,12 @@ with the blocks, so they are extrapolated to all blocks of the stage; then the s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.cluster import Cluster
@@ -18,10 +21,9 @@ from shardwright.cost.operators import MESSAGE_STARTS, PARTS, OperatorRecord, op
 from shardwright.devices import HOST
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
-from shardwright.planner.extended import Span, at_blocks, shapes_of, span_of
+from shardwright.plan.schedule import Schedule
+from shardwright.planner.layout_records import ActionShape, ActionTable, LayoutRecords, at_blocks
 from shardwright.planner.memory import StageMemory, memory_by_stage
-from shardwright.planner.places import ActionClass
-from shardwright.planner.records import ActionShape, LayoutRecords
 from shardwright.planner.rehearse import P2P, MessageRecord
 from shardwright.runtime.timeline import Timeline
 from shardwright.strategies.pipeline.simulate import ChunkTimes, ends_of, simulate
@@ -148,7 +150,7 @@ class Pricing:
         sent, unsent = ends_of(schedule, times, replace(times, transfer_s=0.0))
         ends = [end_s + each.rest_s for end_s, each in zip(sent.ends_s, stages, strict=True)]
         last = max(range(len(ends)), key=ends.__getitem__)
-        waterfall: dict[str, float] = dict(stages[last].waterfall)
+        waterfall: dict[str, float] = stages[last].waterfall()
         bubble_s = unsent.ends_s[last] - unsent.busy_s[last]
         pipeline = next((name for name, axis in layout_axes().items() if axis.kind == "stages"), "pp")
         waterfall[pipeline] = waterfall.get(pipeline, 0.0) + sent.ends_s[last] - unsent.ends_s[last]
@@ -170,32 +172,35 @@ class Pricing:
 
     def _times(self, layout: Layout, records: LayoutRecords) -> tuple[list[_StageTimes], ChunkTimes]:
         """Returns the seconds of each stage's actions, and those of each chunk's usual ones."""
-        schedule, known = records.schedule, dict[object, _ActionCost]()
-        stages = [_StageTimes(self, records, stage, known) for stage in range(schedule.num_stages)]
-        by_chunk = {chunk: (stage, slot) for stage in range(schedule.num_stages)
-                    for slot, chunk in enumerate(schedule.chunks_of(stage))}  # fmt: skip
+        schedule = records.schedule
+        stages = self._stage_times(records)
+        slots = _slots(schedule)
 
         def seconds(kind: str) -> tuple[float, ...]:
-            where = (by_chunk[chunk] for chunk in range(schedule.num_chunks))
-            return tuple(stages[stage].usual_s(slot, kind) for stage, slot in where)
+            return tuple([stages[stage].usual_s(slot, kind) for stage, slot in slots])
 
         # where a chunk has whole and split backwards, a whole one is simulated as its two parts
         inputs = tuple(i or b for b, i in zip(seconds("B"), seconds("I"), strict=True))
         return stages, ChunkTimes(seconds("F"), inputs, seconds("W"), self._transfers(records, layout.mesh))
 
+    def _stage_times(self, records: LayoutRecords) -> list[_StageTimes]:
+        costs = self._costs(records.step)
+        return [_StageTimes(self, records, stage, costs) for stage in range(records.schedule.num_stages)]
+
     def pass_times(self, records: LayoutRecords) -> PassTimes:
         """Returns the seconds of the passes of a layout of one stage, extended to all its blocks."""
-        stage = _StageTimes(self, records, 0, {})
+        (stage,) = self._stage_times(records)
         copies = [axis for axis, each in layout_axes().items() if each.kind == "copies"]
 
         def seconds(cost: _ActionCost) -> float:
             return cost.seconds - sum(cost.parts[axis] for axis in copies)
 
         (forward, *_), (first, *later) = (stage.costs_of(kind) for kind in "FB")
+        waterfall = stage.waterfall()
         exposed_s = sum(first.parts[axis] for axis in self._axes)
         adds_s = max(0.0, seconds(later[0]) - seconds(first)) if later else 0.0
         return PassTimes(
-            seconds(forward), seconds(first), first.parts[PARTS[0]] / 2, adds_s, stage.waterfall["optimizer"],
+            seconds(forward), seconds(first), first.parts[PARTS[0]] / 2, adds_s, waterfall["optimizer"],
             stage.update_starts_s, max(0.0, first.messages_s - exposed_s), forward.flops,
         )  # fmt: skip
 
@@ -245,6 +250,30 @@ class Pricing:
             waited(axis, end if is_last else clock, message_s)
         return ActionTime((*parts.values(), *exposed.values()), launches, self._axes, sent_s)
 
+    def _costs(self, step: ActionTable) -> list[_ActionCost]:
+        """Returns what each action takes with all blocks that it runs."""
+        constants, calibration = self.cluster.constants, self.cluster.calibration
+
+        def rows(shapes: Iterable[ActionShape]) -> list[tuple[float, ...]]:
+            times = ((shape, self.action_time(shape, is_last=each.is_last))
+                     for shape, each in zip(shapes, step.actions, strict=True))  # fmt: skip
+            return [(*time.parts, time.launches, time.messages_s, float(shape.flops)) for shape, time in times]
+
+        fewer, more = rows(each.fewer for each in step.actions), rows(each.more for each in step.actions)
+        found = step.at_blocks(fewer, more)
+        # what is not hidden of messages is not affine: where more blocks hide more, as much as is left is taken
+        exposed = slice(len(PARTS), -3)
+        few, many = np.array(fewer)[:, exposed], np.array(more)[:, exposed]
+        found[:, exposed] = np.where(many >= few, found[:, exposed], many)
+        costs = []
+        for action, (*parts, launches, messages_s, flops) in zip(step.actions, found.tolist(), strict=True):
+            factor = calibration.blocks.get("optimizer", 1.0) if action.is_update else self.factor
+            launch_s = constants.update_launch_s if action.is_update else constants.launch_s
+            time = ActionTime(tuple(parts), launches, self._axes, messages_s)
+            by_part = time.waterfall(launch_s, on_host=self.on_host, factor=factor)
+            costs.append(_ActionCost(by_part, sum(by_part.values()), flops, launches, messages_s))
+        return costs
+
     def operator_s(self, record: OperatorRecord) -> float:
         """Returns the seconds of one operator on the cluster's device."""
         if record not in self._operators:
@@ -286,15 +315,21 @@ class Pricing:
         found: dict[tuple[int, int], float] = {}
         schedule = records.schedule
         first_of = [mesh.first_rank(mesh_axes("stages"), stage) for stage in range(schedule.num_stages)]
-        for source in range(schedule.num_chunks - 1):
-            pair = schedule.stage_of[source], schedule.stage_of[source + 1]
-            slot = schedule.chunks_of(pair[0]).index(source)
-            ranks = first_of[pair[0]], first_of[pair[1]]
-            for place, shape in records.stages[pair[0]].fewer.actions.items():
-                if place.slot == slot and place.kind == "F" and pair[0] != pair[1]:
-                    seconds = sum(self._message_s("send", num_bytes, ranks) for num_bytes in shape.sends)
-                    found[pair] = max(found.get(pair, 0.0), seconds)
+        for (stage, slot), (target, _) in pairwise(_slots(schedule)):
+            ranks, kind = (first_of[stage], first_of[target]), records.stages[stage].fewer
+            for sends in kind.sends(slot) if stage != target else ():
+                seconds = sum(self._message_s("send", num_bytes, ranks) for num_bytes in sends)
+                found[stage, target] = max(found.get((stage, target), 0.0), seconds)
         return found or 0.0
+
+
+def _slots(schedule: Schedule) -> list[tuple[int, int]]:
+    """Returns the stage of each chunk, and the number of the chunk on its stage."""
+    num_slots, found = [0] * schedule.num_stages, []
+    for stage in schedule.stage_of:
+        found.append((stage, num_slots[stage]))
+        num_slots[stage] += 1
+    return found
 
 
 def traffic_by_stage(records: LayoutRecords) -> list[Counter[str]]:
@@ -302,22 +337,20 @@ def traffic_by_stage(records: LayoutRecords) -> list[Counter[str]]:
 
     The few bytes of the loss and of comparisons between ranks are left out.
     """
-    known: dict[object, dict[str, float]] = {}  # stages alike send the same
-    found = []
-    for stage, kind in enumerate(records.stages):
-        total = Counter[str]()
-        for place, number in (*records.places[stage].counts().items(), (None, 1)):  # None: the optimizer's step
-            span = span_of(records, stage, place)
-            key = id(kind.fewer), place, span
-            if key not in known:
-                counts = [each.sent_bytes for each in shapes_of(records, stage, place)]
-                axes = sorted({axis for each in counts for axis in each})
-                values = at_blocks(span, [[float(each.get(axis, 0)) for axis in axes] for each in counts])
-                known[key] = dict(zip(axes, values, strict=True))
-            for axis, size in known[key].items():
-                total[axis] += round(number * size)
-        found.append(+total)
-    return found
+    step = records.step
+    axes = [
+        *dict.fromkeys(
+            axis for each in step.actions for axis in sorted({*each.fewer.sent_bytes, *each.more.sent_bytes})
+        )
+    ]
+
+    def rows(shapes: Iterable[ActionShape]) -> list[list[int]]:
+        return [[each.sent_bytes.get(axis, 0) for axis in axes] for each in shapes]
+
+    sent = step.at_blocks(rows(each.fewer for each in step.actions), rows(each.more for each in step.actions))
+    by_action = step.times[:, :, None] * sent
+    totals = np.rint(by_action).sum(axis=1).astype(np.int64).tolist()
+    return [+Counter(dict(zip(axes, each, strict=True))) for each in totals]
 
 
 class _ActionCost(NamedTuple):
@@ -334,50 +367,44 @@ class _ActionCost(NamedTuple):
 
 
 class _StageTimes:
-    """The seconds of one stage's actions, extended to its blocks; ``known`` has those of stages before."""
+    """The seconds of one stage's actions; ``costs`` are those of the actions of all stages."""
 
-    def __init__(self, pricing: Pricing, records: LayoutRecords, stage: int, known: dict[object, _ActionCost]) -> None:
-        self._pricing, self._records, self._stage = pricing, records, stage
-        self._kind = records.stages[stage]
-        times = records.places[stage].counts()
-        found = self._found = {place: self._priced(place, known) for place in times}
-        self._usual: dict[tuple[int, str], float] = {}
-        for place in sorted(times, key=lambda each: (times[each], each.order == "between")):
-            self._usual[place.slot, place.kind] = found[place].seconds  # the commonest one, which comes last
-        self.waterfall: dict[str, float] = {}
-        for place, number in times.items():
-            for name, s in found[place].parts.items():
-                self.waterfall[name] = self.waterfall.get(name, 0.0) + number * s
-        update = self._priced(None, known)
-        self.waterfall["optimizer"] = self._offloaded_update_s() or update.seconds
+    def __init__(self, pricing: Pricing, records: LayoutRecords, stage: int, costs: Sequence[_ActionCost]) -> None:
+        self._pricing, self._kind = pricing, records.stages[stage]
+        self._blocks, order = records.num_blocks[stage], records.action_orders[stage]
+        *own, update = (costs[number] for number in records.step.of_stage[stage])
+        self._places, self._costs, self._counts = order.classes, own, order.counts
+        usual: dict[tuple[int, str], tuple[tuple[int, bool], float]] = {}
+        done_s, self.starts, self.forward_flops = 0.0, update.starts, 0.0
+        numbers = Counter[tuple[int, str]]()
+        for place, cost, number in zip(order.classes, own, order.counts, strict=True):
+            key, rank = place[:2], (number, place.order == "between")
+            if key not in usual or rank >= usual[key][0]:  # the commonest one, and of several the last
+                usual[key] = rank, cost.seconds
+            numbers[key] += number
+            done_s += number * cost.seconds
+            self.starts += number * cost.starts
+            self.forward_flops += number * cost.flops if place.kind == "F" else 0.0
+        self._usual = {key: seconds for key, (_, seconds) in usual.items()}
+        self._update_s = self._offloaded_update_s() or update.seconds
         self.update_starts_s = update.starts * pricing.cluster.constants.update_launch_s
-        done_s = sum(number * found[place].seconds for place, number in times.items())
-        usual_s = sum(number * self._usual[place.slot, place.kind] for place, number in times.items())
-        self.rest_s = done_s - usual_s + self.waterfall["optimizer"]
-        self.starts = update.starts + sum(n * found[place].starts for place, n in times.items())
-        self.forward_flops = sum(number * found[place].flops for place, number in times.items() if place.kind == "F")
+        usual_s = sum(number * self._usual[key] for key, number in numbers.items())
+        self.rest_s = done_s - usual_s + self._update_s
 
-    def _priced(self, place: ActionClass | None, known: dict[object, _ActionCost]) -> _ActionCost:
-        span = span_of(self._records, self._stage, place)
-        key = id(self._kind.fewer), place, span
-        if key not in known:
-            pricing, constants = self._pricing, self._pricing.cluster.constants
-            of_update = pricing.cluster.calibration.blocks.get("optimizer", 1.0)
-            factor = of_update if place is None else pricing.factor
-            launch_s = constants.update_launch_s if place is None else constants.launch_s
-            shapes = shapes_of(self._records, self._stage, place)
-            time = self._time(place, shapes, span)
-            parts = time.waterfall(launch_s, on_host=pricing.on_host, factor=factor)
-            (flops,) = at_blocks(span, [[each.flops] for each in shapes])
-            known[key] = _ActionCost(parts, sum(parts.values()), float(flops), time.launches, time.messages_s)
-        return known[key]
+    def waterfall(self) -> dict[str, float]:
+        """Returns the seconds of the stage's step by part."""
+        found: dict[str, float] = {}
+        for cost, number in zip(self._costs, self._counts, strict=True):
+            for name, s in cost.parts.items():
+                found[name] = found.get(name, 0.0) + number * s
+        return {**found, "optimizer": self._update_s}
 
     def _offloaded_update_s(self) -> float:
         """Returns the seconds of the optimizer's step where the host makes it; 0 if the device does.
 
         Gradients go to the host and parameters come back, and the host reads and writes what the operators do.
         """
-        rehearsals = [each for each in (self._kind.fewer, self._kind.more) if each is not None]
+        rehearsals = self._kind.rehearsed
         if self._pricing.on_host or not any(each.offloaded_bytes for each in rehearsals):
             return 0.0
         counts = []
@@ -385,7 +412,7 @@ class _StageTimes:
             operators = [record for record in rehearsal.update.records if isinstance(record, OperatorRecord)]
             starts, moved = sum(each.launches for each in operators), sum(each.num_bytes for each in operators)
             counts.append([float(rehearsal.offloaded_bytes), float(moved), float(starts)])
-        held, read, launches = at_blocks(span_of(self._records, self._stage, None), counts)
+        held, read, launches = at_blocks(self._kind.span(self._blocks), counts)
         device, constants = self._pricing.cluster.device, self._pricing.cluster.constants
         link = device.host_bytes_per_s * constants.host_link_efficiency
         return (
@@ -396,22 +423,8 @@ class _StageTimes:
 
     def costs_of(self, kind: str) -> list[_ActionCost]:
         """Returns the cost of each class of the stage's actions of a kind, in their order."""
-        return [cost for place, cost in self._found.items() if place.kind == kind]
+        return [cost for place, cost in zip(self._places, self._costs, strict=True) if place.kind == kind]
 
     def usual_s(self, slot: int, kind: str) -> float:
         """Returns the seconds of most actions of a kind on one chunk; 0 if there is none."""
         return self._usual.get((slot, kind), 0.0)
-
-    def _time(self, place: ActionClass | None, shapes: Sequence[ActionShape], span: Span) -> ActionTime:
-        is_last = place is None or not place.before
-        times = [self._pricing.action_time(each, is_last=is_last) for each in shapes]
-        few, more = times[0].parts, times[-1].parts
-        # what is not hidden of messages is not affine: where more blocks hide more, as much as is left is taken
-        parts = tuple(
-            part if number < len(PARTS) or b >= a else b
-            for number, (part, a, b) in enumerate(
-                zip(at_blocks(span, [each.parts for each in times]), few, more, strict=True)
-            )
-        )
-        launches, messages_s = at_blocks(span, [[each.launches, each.messages_s] for each in times])
-        return ActionTime(parts, launches, times[0].axes, messages_s)

@@ -9,10 +9,10 @@ linearly with its blocks. A model whose blocks are not alike is rehearsed with a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from dataclasses import replace
+from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from shardwright.analysis.marked_inputs import map_samples
 from shardwright.analysis.operator_results import map_tensors
 from shardwright.axes import layout_axes, mesh_axes
-from shardwright.cost.operators import OperatorRecord
 from shardwright.errors import LayoutError
 from shardwright.layout import Factor, Layout
 from shardwright.ledger.account import JobPlan
@@ -31,14 +30,13 @@ from shardwright.parallelize.planning import job_for, make_plan, num_rows
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Schedule, accumulate
 from shardwright.planner.blocks import AlikeBlocks
-from shardwright.planner.moments import front_of
+from shardwright.planner.layout_records import ActionShape, Held, LayoutRecords, StageRecord, StageRecords
 from shardwright.planner.outline import Chunks, ModelPlans, NotAlikeError, StageBlocks, check_param_groups, cuts_of
 from shardwright.planner.places import (
     ActionClass,
-    ActionOrder,
+    action_orders,
     has_all_actions,
     kind_of,
-    places,
     representative,
     sample_chunks,
     stage_of,
@@ -55,117 +53,6 @@ FEWER_AND_MORE, WHERE_RECOMPUTED, WHERE_UNSHARDED = (1, 2), (2, 3), (4, 5)
 """The numbers of blocks in each chunk in the two rehearsals. The second pair is for recomputed blocks that
 differ in what they hold where they are the first or the last, the third for layouts that unshard parameters at each use
 (``dp2/zero3``)."""
-
-UNSTATED = ("core", "loss")
-"""Names of senders that are no strategies, such as the sum of the loss: their few bytes are in no ``traffic``."""
-
-Held = tuple[int, ...]
-"""Bytes by kind of memory, in the order of :data:`shardwright.ledger.tracking.KINDS`."""
-
-
-@dataclass(frozen=True, eq=False)
-class ActionShape:
-    """The operators and messages of one action in program order, and how the bytes held change during it.
-
-    Each entry of ``moments`` is the change since before the action, by kind of memory: after each operator that
-    allocates memory, and at the end of the action. What prices read of both is computed once.
-    """
-
-    records: tuple[Record, ...]
-    moments: tuple[Held, ...]
-    _fronts: dict[ActionShape, tuple[int, int]] = field(default_factory=dict, repr=False)
-
-    @property
-    def net(self) -> Held:
-        """The change in bytes held from before the action to its end, by kind of memory; () if nothing is known."""
-        return self.moments[-1] if self.moments else ()
-
-    @cached_property
-    def sums(self) -> tuple[int, ...]:
-        """The change in all bytes held at each of the moments."""
-        return tuple(map(sum, self.moments))
-
-    @cached_property
-    def flops(self) -> int:
-        """The FLOPs of the operators."""
-        return sum(each.flops for each in self.records if isinstance(each, OperatorRecord))
-
-    @cached_property
-    def sent_bytes(self) -> Mapping[str, int]:
-        """The payload bytes of the messages by axis of the mesh, but for those in :data:`UNSTATED`."""
-        sent: Counter[str] = Counter()
-        for record in self.records:
-            if isinstance(record, MessageRecord) and record.source not in UNSTATED:
-                sent[record.axis] += record.num_bytes
-        return sent
-
-    @cached_property
-    def sends(self) -> tuple[int, ...]:
-        """The bytes of each message to the next pipeline stage."""
-        return tuple(each.num_bytes for each in self.records if isinstance(each, MessageRecord) and each.kind == "send")
-
-    def front(self, more: ActionShape) -> tuple[int, int]:
-        """Returns :func:`front_of` for the moments of this action and of the same one with more blocks."""
-        if more not in self._fronts:
-            self._fronts[more] = front_of(self.moments, more.moments)
-        return self._fronts[more]
-
-
-class StageRecord(NamedTuple):
-    """One rehearsal of a stage: the number of blocks in each of its chunks, and what each class of its actions does.
-
-    ``num_blocks`` is () if the stage was rehearsed with all its blocks. ``num_microbatches`` is that of the rehearsal.
-    ``base`` has the bytes held before the step, by kind of memory. ``update`` is what follows the actions: the end of
-    the gradient sync, and the optimizer's step. ``beside`` has the bytes held beside tensors, by purpose, and
-    ``offloaded_bytes`` those of parameters and optimizer state in host memory or on disk.
-    """
-
-    num_blocks: tuple[int, ...]
-    num_microbatches: int
-    base: Held
-    actions: Mapping[ActionClass, ActionShape]
-    update: ActionShape
-    beside: Mapping[str, int]
-    offloaded_bytes: int = 0
-
-
-class StageRecords(NamedTuple):
-    """Two rehearsals (steps on the meta device) of a stage, with fewer and with more blocks, to extrapolate from.
-
-    ``more`` is None if the stage was rehearsed once, with all its blocks.
-    """
-
-    fewer: StageRecord
-    more: StageRecord | None
-
-
-@dataclass(frozen=True)
-class LayoutRecords:
-    """All that pricing needs of a layout: its schedule, and the rehearsals and blocks of each stage.
-
-    ``num_blocks`` has, for each stage, the number of repeated blocks in each of its chunks: () for a stage that was
-    rehearsed with all its blocks. ``num_rehearsals`` is the number of rehearsals, each of one stage.
-    """
-
-    layout: Layout
-    schedule: Schedule = field(repr=False)
-    stages: tuple[StageRecords, ...] = field(repr=False)
-    num_blocks: tuple[tuple[int, ...], ...] = field(repr=False)
-    num_rehearsals: int
-    has_narrow_sums: bool = False
-    """Whether gradients of several microbatches are summed in bf16 or fp16, as autograd leaves them."""
-    note: str = ""
-    """Text on why the layout was rehearsed with all its stages and blocks; "" if it was not."""
-
-    @cached_property
-    def found_alike(self) -> dict[tuple[int, ActionClass], ActionClass | None]:
-        """The rehearsed class that stands for a class of actions, by rehearsal and class, as far as it was needed."""
-        return {}
-
-    @cached_property
-    def places(self) -> tuple[ActionOrder, ...]:
-        """For each stage, the :class:`ActionClass` of each of its actions, by which like actions are looked up."""
-        return tuple(places(self.schedule, stage) for stage in range(self.schedule.num_stages))
 
 
 def record_layout(
@@ -496,7 +383,7 @@ def _stage_records(ranks: Iterable[RankRecord], schedule: Schedule, blocks: Sequ
 def _stage_record(record: RankRecord, schedule: Schedule, stage: int, num_blocks: tuple[int, ...]) -> StageRecord:
     base = held = record.by_action["begin"].moments[-1]
     actions: dict[ActionClass, ActionShape] = {}
-    where = places(schedule, stage)
+    where = action_orders(schedule)[stage]
     for action, number in zip(schedule.actions[stage], where.order, strict=True):
         done = record.by_action.get(str(action), ActionRecord())
         shape = _action_shape(done, held)

@@ -24,9 +24,9 @@ from shardwright.layout import Factor, Layout, Precision
 from shardwright.parallelize.auto import num_shares
 from shardwright.planner.candidate_layouts import FEWEST, first_estimates, options_beside
 from shardwright.planner.estimate import TOO_LONG, TOO_MUCH, Estimate, Estimator, longer_over
+from shardwright.planner.layout_records import LayoutRecords
 from shardwright.planner.memory import host_bytes
 from shardwright.planner.price import Price, Pricing
-from shardwright.planner.records import LayoutRecords
 from shardwright.planner.search_constraints import SearchConstraints
 from shardwright.planner.search_result import SearchResult
 from shardwright.planner.short import ShortModel

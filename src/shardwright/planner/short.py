@@ -22,12 +22,12 @@ from shardwright.parallelize.auto import num_shares, tokens_of
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, without_storage
 from shardwright.plan.plan import Job, Plan
 from shardwright.planner.blocks import AlikeBlocks, num_parameters
+from shardwright.planner.layout_records import LayoutRecords
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.records import (
     FEWER_AND_MORE,
     WHERE_RECOMPUTED,
     WHERE_UNSHARDED,
-    LayoutRecords,
     first_rows,
     record_layout,
 )

@@ -6,20 +6,22 @@ The report and ``auto`` use it, with seconds and bytes from the counted costs of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from torch import nn
 
 from shardwright.analysis.costs import FLOPS_PER_S, Cost
 from shardwright.errors import LayoutError
 from shardwright.plan.event_stages import EventStages
-from shardwright.plan.schedule import Action, Schedule
+from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages
 from shardwright.runtime.timeline import Span, Timeline
-from shardwright.strategies.pipeline.schedule_checks import num_results, run_order
+from shardwright.strategies.pipeline.rounds import KINDS, Rounds, rounds_of
 
 
 def _check_lengths(what: str, **of_chunks: tuple[float, ...]) -> None:
@@ -138,12 +140,13 @@ def simulate(schedule: Schedule, times: ChunkTimes, memory: ChunkMemory | None =
     >>> from shardwright.strategies.pipeline.schedules import build
     >>> timeline = simulate(build("1f1b", 2, 4), ChunkTimes.equal(2), ChunkMemory.equal(2))
     >>> timeline.makespan_s, timeline.busy_s(0), timeline.peak_bytes(0), timeline.peak_bytes(1)
-    (15, 12, 2, 1)
+    (15.0, 12.0, 2, 1)
     """
     _check_number(schedule, times=times.num_chunks, bytes=None if memory is None else memory.num_chunks)
+    rounds, starts, ends, _ = _run(schedule, [times])
     spans: list[list[Span]] = [[] for _ in schedule.actions]
-    for stage, action, start, end in _run(schedule, times):
-        spans[stage].append(Span(action, start, end))
+    for stage, start, end in zip(rounds.stage.tolist(), starts[:, 0].tolist(), ends[:, 0].tolist(), strict=True):
+        spans[stage].append(Span(schedule.actions[stage][len(spans[stage])], start, end))
     held = [] if memory is None else [_held(schedule.chunks_of(s), of, memory) for s, of in enumerate(spans)]
     return Timeline(schedule.name, tuple(map(tuple, spans)), tuple(held))
 
@@ -167,14 +170,13 @@ def ends_of(schedule: Schedule, *times: ChunkTimes) -> tuple[StageTiming, ...]:
     >>> found.ends_s, found.busy_s, round(found.bubble, 3)
     ((15.0, 13.0), (12.0, 12.0), 0.2)
     """
-    order, found = [*run_order(schedule)], []
-    for each in times:
-        clocks, busy = [0.0] * schedule.num_stages, [0.0] * schedule.num_stages
-        lasts, late, results = _tables(schedule, each)
-        for stage, (kind, _, chunk), need, give in order:  # as in _run, without a generator, which takes a third more
-            start, clock, seconds = results[need] + late[kind][chunk], clocks[stage], lasts[kind][chunk]
-            clocks[stage] = results[give] = (start if start > clock else clock) + seconds
-            busy[stage] += seconds
+    rounds, _, ends, seconds = _run(schedule, times)
+    last = np.zeros(schedule.num_stages, dtype=np.int32)
+    last[rounds.stage] = np.arange(len(rounds.stage))  # of several actions of a stage the last one is written
+    found = []
+    for number in range(len(times)):
+        clocks = ends[last, number].tolist()
+        busy = np.bincount(rounds.stage, seconds[:, number], schedule.num_stages).tolist()
         whole = max(clocks) * len(clocks)  # the first action waits for nothing
         found.append(StageTiming(tuple(clocks), tuple(busy), 1 - sum(busy) / whole if whole else 0.0))
     return tuple(found)
@@ -192,33 +194,35 @@ def _check_number(schedule: Schedule, **counts: int | None) -> None:
             )
 
 
-_ByKind = Mapping[str, Sequence[float]]
-"""Seconds of each chunk's actions by their kind: F, B, I or W."""
+Seconds = npt.NDArray[np.float64]
 
 
-def _tables(schedule: Schedule, times: ChunkTimes) -> tuple[_ByKind, _ByKind, list[float]]:
-    """Returns each action's seconds, the seconds that its input is under way, and zeros to fill with times of results.
-
-    The first two are by kind of action, then chunk; the last has one entry for each of :func:`num_results`.
-    """
+def _seconds_of(schedule: Schedule, times: ChunkTimes) -> tuple[Seconds, ...]:
+    """Returns the seconds of each action, and those in which what it needs is under way, by :attr:`Rounds.what`."""
     _check_number(schedule, times=times.num_chunks)
     stage_of, inputs, weights = schedule.stage_of, times.input_s, times.weight_s
     lasts = {"F": times.forward_s, "I": inputs, "W": weights,
              "B": [i + w for i, w in zip(inputs, weights, strict=True)]}  # fmt: skip
-    onward = [0, *(times.over(a, b) for a, b in pairwise(stage_of))]
-    back = [*(times.over(b, a) for a, b in pairwise(stage_of)), 0]
-    return lasts, {"F": onward, "I": back, "B": back, "W": [0] * len(back)}, [0] * num_results(schedule)
+    onward = [0.0, *(times.over(a, b) for a, b in pairwise(stage_of))]
+    back = [*(times.over(b, a) for a, b in pairwise(stage_of)), 0.0]
+    late = {"F": onward, "I": back, "B": back, "W": [0.0] * len(back)}
+    return tuple(np.array([s for kind in KINDS for s in each[kind]], dtype=np.float64) for each in (lasts, late))
 
 
-def _run(schedule: Schedule, times: ChunkTimes) -> Iterator[tuple[int, Action, float, float]]:
-    """Yields each action with its stage, start and end in seconds, after the actions on which it depends."""
-    lasts, late, results = _tables(schedule, times)
-    clocks: list[float] = [0] * schedule.num_stages
-    for stage, action, need, give in run_order(schedule):
-        kind, _, chunk = action
-        start = max(clocks[stage], results[need] + late[kind][chunk])
-        clocks[stage] = results[give] = start + lasts[kind][chunk]
-        yield stage, action, start, clocks[stage]
+def _run(schedule: Schedule, times: Sequence[ChunkTimes]) -> tuple[Rounds, Seconds, Seconds, Seconds]:
+    """Returns a schedule's rounds, and when each action starts, when it ends and how long it takes.
+
+    The seconds have a row for each action and a column for each of ``times``.
+    """
+    rounds, tables = rounds_of(schedule), [_seconds_of(schedule, each) for each in times]
+    seconds, late = (np.stack(each, axis=1).take(rounds.what, axis=0) for each in zip(*tables, strict=True))
+    starts, ends = np.zeros_like(seconds), np.zeros((len(seconds) + 1, len(times)))  # the last is what nothing precedes
+    for own, waited in rounds.waits:
+        need, before = ends.take(waited, axis=0)
+        need += late[own]
+        start = np.maximum(need, before, out=starts[own])
+        np.add(start, seconds[own], out=ends[own])
+    return rounds, starts, ends[:-1], seconds
 
 
 def _held(chunks: tuple[int, ...], spans: list[Span], memory: ChunkMemory) -> tuple[tuple[float, int], ...]:

@@ -1,0 +1,234 @@
+"""``LayoutRecords``: what each action of a layout does in rehearsals with few blocks, and on how many blocks it runs.
+
+:mod:`shardwright.planner.records` makes them; prices, memory and bytes sent are extrapolated from them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.cost.operators import OperatorRecord
+from shardwright.layout import Layout
+from shardwright.plan.schedule import Schedule
+from shardwright.planner.extended import Span, extended
+from shardwright.planner.moments import front_of
+from shardwright.planner.places import ActionClass, ActionOrder, action_orders, like
+from shardwright.planner.rehearse import MessageRecord, Record
+
+UNSTATED = ("core", "loss")
+"""Names of senders that are no strategies, such as the sum of the loss: their few bytes are in no ``traffic``."""
+
+Held = tuple[int, ...]
+"""Bytes by kind of memory, in the order of :data:`shardwright.ledger.tracking.KINDS`."""
+
+
+@dataclass(frozen=True, eq=False)
+class ActionShape:
+    """The operators and messages of one action in program order, and how the bytes held change during it.
+
+    Each entry of ``moments`` is the change since before the action, by kind of memory: after each operator that
+    allocates memory, and at the end of the action. What prices read of both is computed once.
+    """
+
+    records: tuple[Record, ...]
+    moments: tuple[Held, ...]
+    _fronts: dict[ActionShape, tuple[int, int]] = field(default_factory=dict, repr=False)
+
+    @property
+    def net(self) -> Held:
+        """The change in bytes held from before the action to its end, by kind of memory; () if nothing is known."""
+        return self.moments[-1] if self.moments else ()
+
+    @cached_property
+    def sums(self) -> tuple[int, ...]:
+        """The change in all bytes held at each of the moments."""
+        return tuple(map(sum, self.moments))
+
+    @cached_property
+    def flops(self) -> int:
+        """The FLOPs of the operators."""
+        return sum(each.flops for each in self.records if isinstance(each, OperatorRecord))
+
+    @cached_property
+    def sent_bytes(self) -> Mapping[str, int]:
+        """The payload bytes of the messages by axis of the mesh, but for those in :data:`UNSTATED`."""
+        sent: Counter[str] = Counter()
+        for record in self.records:
+            if isinstance(record, MessageRecord) and record.source not in UNSTATED:
+                sent[record.axis] += record.num_bytes
+        return sent
+
+    @cached_property
+    def sends(self) -> tuple[int, ...]:
+        """The bytes of each message to the next pipeline stage."""
+        return tuple(each.num_bytes for each in self.records if isinstance(each, MessageRecord) and each.kind == "send")
+
+    def front(self, more: ActionShape) -> tuple[int, int]:
+        """Returns :func:`front_of` for the moments of this action and of the same one with more blocks."""
+        if more not in self._fronts:
+            self._fronts[more] = front_of(self.moments, more.moments)
+        return self._fronts[more]
+
+
+class StageRecord(NamedTuple):
+    """One rehearsal of a stage: the number of blocks in each of its chunks, and what each class of its actions does.
+
+    ``num_blocks`` is () if the stage was rehearsed with all its blocks. ``num_microbatches`` is that of the rehearsal.
+    ``base`` has the bytes held before the step, by kind of memory. ``update`` is what follows the actions: the end of
+    the gradient sync, and the optimizer's step. ``beside`` has the bytes held beside tensors, by purpose, and
+    ``offloaded_bytes`` those of parameters and optimizer state in host memory or on disk.
+    """
+
+    num_blocks: tuple[int, ...]
+    num_microbatches: int
+    base: Held
+    actions: Mapping[ActionClass, ActionShape]
+    update: ActionShape
+    beside: Mapping[str, int]
+    offloaded_bytes: int = 0
+
+    def sends(self, slot: int) -> set[tuple[int, ...]]:
+        """Returns the bytes of each message to the next stage, for each class of forwards of chunk ``slot``."""
+        return {shape.sends for place, shape in self.actions.items() if place[:2] == (slot, "F")}
+
+
+class StageRecords(NamedTuple):
+    """Two rehearsals (steps on the meta device) of a stage, with fewer and with more blocks, to extrapolate from.
+
+    ``more`` is None if the stage was rehearsed once, with all its blocks.
+    """
+
+    fewer: StageRecord
+    more: StageRecord | None
+
+    @property
+    def rehearsed(self) -> tuple[StageRecord, ...]:
+        """The two, or the only one."""
+        return (self.fewer,) if self.more is None else (self.fewer, self.more)
+
+    def span(self, blocks: Sequence[int], slot: int | None = None) -> Span:
+        """Returns the numbers of blocks of the two rehearsals, and those of a stage whose chunks have ``blocks``.
+
+        They are those of the chunk of number ``slot`` on the stage, or of all its chunks. All are 0 if the stage was
+        rehearsed with all its blocks.
+        """
+        if self.more is None:
+            return 0, 0, 0
+        few, more = self.fewer.num_blocks, self.more.num_blocks
+        return (sum(few), sum(more), sum(blocks)) if slot is None else (few[slot], more[slot], blocks[slot])
+
+
+@dataclass(frozen=True)
+class LayoutRecords:
+    """All that pricing needs of a layout: its schedule, and the rehearsals and blocks of each stage.
+
+    ``num_blocks`` has, for each stage, the number of repeated blocks in each of its chunks: () for a stage that was
+    rehearsed with all its blocks. ``num_rehearsals`` is the number of rehearsals, each of one stage.
+    """
+
+    layout: Layout
+    schedule: Schedule = field(repr=False)
+    stages: tuple[StageRecords, ...] = field(repr=False)
+    num_blocks: tuple[tuple[int, ...], ...] = field(repr=False)
+    num_rehearsals: int
+    has_narrow_sums: bool = False
+    """Whether gradients of several microbatches are summed in bf16 or fp16, as autograd leaves them."""
+    note: str = ""
+    """Text on why the layout was rehearsed with all its stages and blocks; "" if it was not."""
+
+    @cached_property
+    def action_orders(self) -> tuple[ActionOrder, ...]:
+        """For each stage, the :class:`ActionClass` of each of its actions, by which like actions are looked up."""
+        return action_orders(self.schedule)
+
+    @cached_property
+    def step(self) -> ActionTable:
+        """What the stages do in a step, each action that differs once: what prices are computed from."""
+        return _step_actions(self)
+
+
+class ActionRehearsal(NamedTuple):
+    """One action of a stage, or its optimizer's step, as it was rehearsed, and the numbers of blocks it runs.
+
+    ``fewer`` and ``more`` are what it does with fewer and with more blocks, one and the same if the stage was rehearsed
+    with all its blocks. ``is_last`` says that the rank does nothing after it.
+    """
+
+    fewer: ActionShape
+    more: ActionShape
+    span: Span
+    is_update: bool
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class ActionTable:
+    """What the stages of a layout do in a step: the actions that differ, each once, and those of each stage."""
+
+    actions: tuple[ActionRehearsal, ...]
+    of_stage: tuple[tuple[int, ...], ...]
+    """For each stage, the index in ``actions`` of each class of its :class:`ActionOrder`, and of its optimizer's step
+    at the end."""
+    times: npt.NDArray[np.int64]
+    """How often each stage (rows) runs each of ``actions`` (columns) in a step."""
+
+    def at_blocks(self, fewer: Sequence[Sequence[float]], more: Sequence[Sequence[float]]) -> npt.NDArray[np.float64]:
+        """Returns a row of numbers for each action, extrapolated to its blocks from rows for fewer and for more."""
+        few, beyond, apart = np.array(fewer, dtype=np.float64), *self._spans
+        return few + (np.array(more, dtype=np.float64) - few) * beyond / apart
+
+    @cached_property
+    def _spans(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """How many blocks more than with fewer each action runs, and how many more the rehearsal with more; columns."""
+        low, high, at = np.array([each.span for each in self.actions], dtype=np.float64).reshape(-1, 3).T[:, :, None]
+        return np.where(high == low, 0, at - low), np.where(high == low, 1, high - low)
+
+
+def at_blocks(span: Span, rehearsed: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Returns numbers, such as seconds or bytes, for all blocks of a stage, extrapolated from those for fewer blocks.
+
+    ``rehearsed`` has the numbers of two steps on the meta device, with fewer and with more blocks, or of a single one,
+    which are returned unchanged. ``span`` has the numbers of blocks of the two, and that of the stage.
+    """
+    low, high, at = span
+    return tuple(rehearsed[0]) if len(rehearsed) == 1 else extended(at, rehearsed[0], rehearsed[1], low, high)
+
+
+def _step_actions(records: LayoutRecords) -> ActionTable:
+    """Returns the actions of all stages, of which those that do the same on as many blocks are one."""
+    numbers: dict[tuple[int, int, bool], int] = {}
+    actions, of_stage = list[ActionRehearsal](), list[tuple[int, ...]]()
+    of_kind: dict[tuple[object, ...], tuple[int, ...]] = {}  # of stages that have the same classes of actions
+
+    def number(action: ActionRehearsal) -> int:
+        key = id(action.fewer), action.span[-1], action.is_last
+        if key not in numbers:
+            numbers[key] = len(actions)
+            actions.append(action)
+        return numbers[key]
+
+    def numbers_of(kind: StageRecords, blocks: tuple[int, ...], classes: tuple[ActionClass, ...]) -> Iterator[int]:
+        fewer, more = kind.fewer, kind.fewer if kind.more is None else kind.more
+        for place in classes:
+            known = like(place, fewer.actions)
+            assert known is not None, "checked when the layout was recorded"
+            span, is_last = kind.span(blocks, place.slot), not place.before
+            yield number(ActionRehearsal(fewer.actions[known], more.actions[known], span, False, is_last))
+        yield number(ActionRehearsal(fewer.update, more.update, kind.span(blocks), True, True))
+
+    for kind, blocks, order in zip(records.stages, records.num_blocks, records.action_orders, strict=True):
+        key = id(kind.fewer), blocks, order.classes
+        if key not in of_kind:
+            of_kind[key] = tuple(numbers_of(kind, blocks, order.classes))
+        of_stage.append(of_kind[key])
+    counts = (np.bincount(own, (*order.counts, 1), len(actions))
+              for own, order in zip(of_stage, records.action_orders, strict=True))  # fmt: skip
+    times = np.array([*counts]).astype(np.int64)
+    return ActionTable(tuple(actions), tuple(of_stage), times)
