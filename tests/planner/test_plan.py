@@ -430,6 +430,21 @@ def test_the_help_says_that_a_plan_without_a_layout_searches_and_a_layout_of_few
     assert "write --cluster a100-80gb:1x4" in found.stderr
 
 
+@pytest.mark.sampled(0)
+def test_beside_a_layout_that_does_not_fit_stands_the_fastest_of_the_same_sizes_that_does():
+    words = ["plan", "--model", "gpt", *["--batch", "4", "--seq", "256", "--layout"], "dp2 bf16", "--fresh"]
+    sizes = [word for each in ("num_layers=6", "width=1024", "num_heads=8") for word in ("--set", each)]
+    found = CliRunner().invoke(app, [*words, *sizes, "--memory-limit", "0.02", "--json"])
+    assert found.exit_code == 2, found.output
+    said = json.loads(found.stdout)
+    assert [row["layout"] for row in said["layouts"]] == ["dp2 bf16"]
+    (way,) = said["ways_out"]
+    assert way.startswith("dp2/zero1 bf16 takes 1.05 GB, ")
+    # of no axis of two ranks does enough fit, and of more devices
+    least = CliRunner().invoke(app, [*words, *sizes, "--memory-limit", "0.004", "--json"])
+    assert any(" devices: " in each for each in json.loads(least.stdout)["ways_out"])
+
+
 def test_a_model_of_unlike_blocks_is_rehearsed_whole_and_says_so():
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 24), nn.Linear(24, 4))
     batch = torch.ones(8, 8), torch.zeros(8, dtype=torch.long)

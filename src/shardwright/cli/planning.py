@@ -103,6 +103,7 @@ def plan(
     from shardwright.planner.batches import plan_batches
     from shardwright.planner.plans import plan_layouts
     from shardwright.planner.records_file import default_folder
+    from shardwright.planner.ways_out import ways_beside
 
     sizes, numbers = batches_in(shared.get("batch", "")), ranks_in(ranks)
     if sizes:
@@ -155,6 +156,9 @@ def plan(
                     if not on_each or (not found and each is on_each[-1]):
                         raise
                     refused[each.num_ranks] = failure  # the other numbers of ranks have their layouts
+        if layout is not None and not found[0].fits(found[0].best):
+            ways = ways_beside(layout, lambda fix: price(cluster=on, batch=batch, fix=fix, most_priced=1))
+            found = [replace(found[0], ways_out=ways)]
     said: dict[str, Any] = found[0].to_dict() if not numbers else {"by_ranks": [plans.to_dict() for plans in found]}
     if refused:
         said["refused"] = {str(number): str(failure) for number, failure in refused.items()}

@@ -113,7 +113,7 @@ def _has_several_chunks(price: Price) -> bool:
 
 def _ways_out(plans: Plans) -> tuple[str, ...]:
     alone = not plans.found.searched and not plans.fits(plans.best)
-    return ("without --layout a search looks for a layout that fits",) if alone else plans.ways_out
+    return plans.ways_out or ("without --layout a search looks for a layout that fits",) * alone
 
 
 def _table(plans: Plans) -> list[str]:

@@ -1,4 +1,4 @@
-"""What would fit where no layout of a search does: more devices or a shorter sequence, each priced, not guessed."""
+"""What would fit where nothing does: another layout, more devices or a shorter sequence, each priced, not guessed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError
-from shardwright.formatting import format_decimal_bytes
+from shardwright.formatting import format_decimal_bytes, format_seconds
 from shardwright.layout import Layout
 from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.planning import num_rows
 from shardwright.planner.memory import held_at_rest
+from shardwright.planner.plan_results import Plans
 from shardwright.planner.price import Price
 from shardwright.planner.search_result import SearchResult
 
@@ -64,6 +65,24 @@ def ways_out(
                 break
     if num_rows(batch) <= num_shares(nearest.layout):
         yield "a smaller batch does not help: a microbatch has one sample already"
+
+
+def ways_beside(layout: Layout, plan: Callable[[str], Plans]) -> tuple[str, ...]:
+    """Returns what to write in place of a layout that does not fit the memory, as sentences.
+
+    It is the fastest layout found that has the same axes of the same sizes, or, if none of them fits, the fastest with
+    any; if there is none either, the sentences of :func:`ways_out`. ``plan`` searches the layouts with the given parts.
+    """
+    sizes = " ".join(f"{factor.axis}{'x'.join(map(str, factor.sizes))}" for factor in layout.factors)
+    ways: tuple[str, ...] = ()
+    for fix in dict.fromkeys((f"{sizes} {layout.precision}".strip(), layout.precision)):
+        with suppress(LayoutError, PlanError):
+            plans = plan(fix)
+            if plans.fits(plans.best):
+                seconds = format_seconds(plans.expected_s(plans.best.step_s))
+                return (f"{plans.best.layout} takes {format_decimal_bytes(plans.best.memory_bytes)}, {seconds} a step",)
+            ways = plans.ways_out
+    return ways
 
 
 def _sequences(batch: tuple[Any, Any]) -> list[Tensor]:
