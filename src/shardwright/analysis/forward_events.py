@@ -47,7 +47,7 @@ from shardwright.analysis.hidden_outputs import unseen_outputs
 from shardwright.analysis.meta_device import buffers_put_back, on_meta
 from shardwright.analysis.meta_values import MetaValues
 from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.operator_results import check_not_nested, tensors_of
+from shardwright.analysis.operator_results import check_not_nested, cloned, tensors_of
 from shardwright.analysis.tracer import is_autograd_function
 
 _HOOKS = frozenset([Tensor.register_hook, Tensor.register_post_accumulate_grad_hook])
@@ -477,6 +477,9 @@ def record_events(
     [('0', (None,)), ('1', ((0, 0),))]
     """
     work = CostCounting()
+    with torch.inference_mode(False):
+        inputs = cloned(inputs)  # of which each has version 0 until something is written into it
+    own = tensors_of(inputs)
     with on_meta(model) as values, ignoring_batch_statistics(model), work:
         assert values is not None
         devices = (tensor.device.type for tensor in tensors_of(inputs) if not tensor.is_meta)
@@ -494,4 +497,5 @@ def record_events(
                     outputs = call_model(model, inputs)
             finally:
                 mode.note_changed_buffers()
+        mode.record.writes_inputs = any(each._version > 0 for each in own)
         return mode.finish(outputs)

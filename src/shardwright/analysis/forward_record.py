@@ -144,6 +144,7 @@ class ForwardRecord:
     by ``torch.jit.script``, that runs functions inside of a transform such as ``torch.vmap``, or that sets a hook on
     the gradient of a tensor.
     ``writing`` are those whose code writes values of events into a parameter or buffer, or replaces a buffer.
+    ``writes_inputs`` says that the forward writes into a tensor of its inputs.
     """
 
     events: list[ForwardEvent] = field(default_factory=list)
@@ -165,6 +166,7 @@ class ForwardRecord:
     own_backward: set[str] = field(default_factory=set)
     writing: set[str] = field(default_factory=set)
     draws: bool = False
+    writes_inputs: bool = False
 
 
 def raised_again(failure: Exception) -> Exception:

@@ -20,7 +20,25 @@ VIEWS = frozenset((
     "unsqueeze", "view", "view_as",
 ))  # fmt: skip
 """Names of functions and methods whose result may share memory with their first argument."""
-OPERATORS = frozenset(("iadd", "iand", "ifloordiv", "imatmul", "imod", "imul", "ior", "ipow", "isub", "itruediv"))
+PLAIN = frozenset(("and_", "or_", "not_", "is_"))
+"""Functions of ``operator`` that write nothing: their names end so because the words are Python's."""
+OPERATORS = frozenset(
+    (
+        "iadd",
+        "iand",
+        "ifloordiv",
+        "imatmul",
+        "imod",
+        "imul",
+        "ior",
+        "ipow",
+        "isub",
+        "itruediv",
+        "ixor",
+        "ilshift",
+        "irshift",
+    )
+)
 
 
 def put(tensor: Tensor, place: Any, value: Any) -> Tensor:
@@ -51,7 +69,8 @@ def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
     if not isinstance(first, fx.Node):
         return None
     name = name_of(node)
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in OPERATORS or node.target is put
+    in_place = (name.endswith("_") and name not in PLAIN and not name.endswith("__")) or name in OPERATORS
+    in_place = in_place or node.target is put
     in_place = in_place or (node.op == "call_function" and node.kwargs.get("inplace") is True)
     if node.op == "call_module":
         in_place = getattr(model.get_submodule(str(node.target)), "inplace", False) is True

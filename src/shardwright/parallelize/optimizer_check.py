@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from itertools import chain
 from math import isclose
@@ -119,8 +119,7 @@ def is_elementwise(
     """
     options = {name: value for name, value in options.items() if name not in _EXECUTION}
     groups = [{name: value for name, value in group.items() if name not in _EXECUTION} for group in groups]
-    start = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
-    gradients = [torch.linspace(1, 3, 24, dtype=torch.float64).view(6, 4).sin() * k for k in (1.0, -2.0, 0.5)]
+    start, gradients = _trial()
 
     def made(parts: Split) -> tuple[list[list[nn.Parameter]], torch.optim.Optimizer]:
         """Returns each part as parameters, one for each of the groups, and an optimizer over all of them."""
@@ -132,7 +131,7 @@ def is_elementwise(
         return parameters, optimizer
 
     def stepped(parts: Split) -> tuple[Sequence[Sequence[Tensor]], list[float]]:
-        """Returns each part after three steps, once for each of the groups, and the numbers in the groups' options."""
+        """Returns each part after some steps, once for each of the groups, and the numbers in the groups' options."""
         parameters, optimizer = made(parts)
         for gradient in gradients:
             for copies, part in zip(parameters, parts(gradient), strict=True):
@@ -167,16 +166,36 @@ def is_elementwise(
             for part, other in zip(chain(*tried), expected, strict=True)
         ) and all(_close(numbers, others) for others in (found, *(own for _, own in each_alone)))
 
-    splits: list[Split] = [lambda t: t.split([2, 4]), lambda t: t.split([1, 3], dim=1)]
-    splits += [lambda t: t.reshape(-1).split([5, 1, 11, 7])] if flat else []
+    rows, columns = start.shape
+    ranges = [rows * columns // 3, 1, rows * columns // 2]  # which end inside of rows
+    ranges.append(rows * columns - sum(ranges))
+    splits: list[Split] = [lambda t: t.split([2, rows - 2]), lambda t: t.split([columns // 2, columns // 2], dim=1)]
+    splits += [lambda t: t.reshape(-1).split(ranges)] if flat else []
     made(lambda tensor: (tensor,))  # outside of the try: options that the class refuses are the caller's error
     try:
         (result,), numbers = stepped(lambda tensor: (tensor,))
         if whole:
-            return same(lambda t: (t, 2 * t[:4, :3]), None, numbers)
+            return same(lambda t: (t, 2 * t[: rows // 2, :3]), None, numbers)
         return all(same(parts, result, numbers) for parts in splits)
     except Exception:  # any optimizer's code runs here: it may need a closure, or tensors of another shape
         return False
+
+
+@cache
+def _trial() -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Returns the tensor that optimizers are tried on, and its gradients of some steps.
+
+    Optimizers that need whole tensors do so under conditions that others do not have: Adafactor of dims of 128 or more,
+    cautious ones where signs of gradients and updates differ, AdamP where a gradient is orthogonal to the tensor, and
+    some where a gradient, or a part of it, is much larger or smaller than those before.
+    """
+    numbers = torch.Generator().manual_seed(0)
+    start, *others = (torch.randn(136, 132, generator=numbers, dtype=torch.float64) for _ in range(7))
+    along = start / start.norm()
+    orthogonal = others[0] - (others[0] * along).sum() * along
+    peak = torch.ones(136, 1, dtype=torch.float64)
+    peak[:40] = 30
+    return start, (orthogonal, -2 * others[1], 0.5 * others[2], peak * others[3], 1e-3 * others[4], others[5])
 
 
 def _is_number(value: Any) -> bool:

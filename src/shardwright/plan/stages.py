@@ -32,6 +32,9 @@ class Stages:
     opened: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    compared: tuple[str, ...] | None = None
+    """The arguments, as in ``given`` of :func:`trace`, with which the traced calls were held against the forward on an
+    example; None if there was none."""
 
     def called(self) -> frozenset[str]:
         """Returns the names of all modules that the stages call."""

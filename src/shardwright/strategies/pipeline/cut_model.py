@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from shardwright.analysis.arguments import arguments_given
+from shardwright.analysis.same_results import unlike_code
 from shardwright.analysis.tracer import line_of
-from shardwright.errors import EXAMPLE, LayoutError, PlanError, UnknownCodeError
+from shardwright.errors import LayoutError, PlanError, UnknownCodeError
 from shardwright.formatting import first_line
 from shardwright.forward_stack import Rung
 from shardwright.plan.event_stages import EventStages
@@ -17,6 +20,7 @@ from shardwright.plan.recompute import blocks_kept_whole
 from shardwright.plan.stages import Stages
 from shardwright.strategies.pipeline.cut import cut
 from shardwright.strategies.pipeline.event_cut import cut_events
+from shardwright.strategies.pipeline.same_code import not_followed
 
 MOST_OF_ONE = 0.75
 """The share of all work above which one chunk with untraceable code is too large; a recorded forward is then cut."""
@@ -43,6 +47,11 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
     try:
         whole = blocks_kept_whole(job.model, plan.layout)
         found = cut(job.model, num_chunks, example=job.example, num_tokens=job.num_tokens, whole=whole, **asked)
+        why = "" if job.example is None else unlike_code(job.model, found.chunked, job.example)
+        if why:
+            found = None
+            raise not_followed(job.model, why)
+        found = replace(found, compared=None if job.example is None else arguments_given(job.model, job.example))
         if not found.gives_dict and (not found.unread or _most_work(found) <= MOST_OF_ONE):
             return found
     except (UnknownCodeError, PlanError) as error:  # unknown code, or inputs that it takes as *args or **kwargs
@@ -50,12 +59,7 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
     except LayoutError:
         raise
     except Exception as error:  # of the user's own code, on other values than it makes itself: it was followed wrongly
-        failure = UnknownCodeError(
-            f"the code of {type(job.model).__name__} is not followed as it runs",
-            given=f"{type(error).__name__}: {first_line(error)}{line_of(error)}",
-            allowed="code that torch can trace, or an example of the inputs, on which the forward is recorded",
-            fix=f"{EXAMPLE}; or leave out pp",
-        )
+        failure = not_followed(job.model, f"{type(error).__name__}: {first_line(error)}{line_of(error)}")
         failure.__cause__ = error
     others = {factor.axis for factor in plan.layout.factors} - {"pp", "dp"}
     if job.example is not None and not others:

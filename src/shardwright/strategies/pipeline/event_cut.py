@@ -26,9 +26,9 @@ from shardwright.analysis.draw_calls import DrawCall
 from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import record_events
 from shardwright.analysis.forward_record import ForwardEvent, ForwardRecord
+from shardwright.analysis.kept_attributes import changed_attributes, kept_attributes
 from shardwright.analysis.marked_inputs import hint_of_samples
 from shardwright.analysis.meta_values import ValueReadError
-from shardwright.analysis.operator_results import cloned
 from shardwright.analysis.structure import has_backward_hooks, has_hooks
 from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError, PlanError
@@ -136,7 +136,9 @@ def _cut(
     while True:
         opened = opened_modules(model, record, num_chunks, names, closed, finest) | escaped
         units = units_of(model, record, opened)
+        kept = kept_attributes(model)
         found, _ = _recorded(model, inputs, units)
+        changed = {path for path, _ in changed_attributes(kept, kept_attributes(model))}
         out_of = {found.events[number].name for number in found.escaping}
         for path in out_of:
             module = model.get_submodule(path)
@@ -145,9 +147,12 @@ def _cut(
         # what a unit decides by its inputs, other stages must decide too
         deciding = {found.events[number].name for number in found.deciding} - escaped - {*closed}
         deciding = {path for path in deciding if not is_layer_of_torch(model.get_submodule(path))}
-        if not out_of | deciding:
+        # what one call of a unit leaves in the module for another one, that one needs on its own stage
+        keeping = {path for path in units - escaped - {*closed} if len(found.calls[path]) > 1}
+        keeping = {path for path in keeping if any(f"{each}.".startswith(f"{path}.") for each in changed)}
+        if not out_of | deciding | keeping:
             break
-        escaped |= out_of | deciding
+        escaped |= out_of | deciding | keeping
     for (path, name), value in _settings(model).items():
         if before.get((path, name), value) != value and path in opened:
             raise _counts(f"{path}.{name}".lstrip("."))
@@ -184,16 +189,16 @@ def _recorded(model: nn.Module, inputs: Any, units: Collection[str], values: Any
     """
     try:
         try:
-            record = record_events(model, cloned(inputs), units)
+            record = record_events(model, inputs, units)
         except ValueReadError:
             if values is not None:
                 with suppress(LayoutError):
                     return _recorded(model, values, units)
             inputs = tree_map_only(Tensor, lambda t: torch.ones(t.shape, dtype=t.dtype) if t.is_meta else t, inputs)
-            record = record_events(model, cloned(inputs), units)
+            record = record_events(model, inputs, units)
         if record.draws and (record.deciding or not record.is_one_path):
             drawn = [partial(_drawn_as, number) for number in (0.0, 0.999)]
-            others = [record_events(model, cloned(inputs), units, draw) for draw in drawn]
+            others = [record_events(model, inputs, units, draw) for draw in drawn]
             record = max(record, *others, key=lambda each: len(each.events))
         return record, inputs
     except (LayoutError, PlanError):

@@ -33,7 +33,7 @@ from shardwright.analysis.forward_record import (
 from shardwright.analysis.hidden_outputs import hidden_tensors, refused_output
 from shardwright.analysis.meta_values import PACK
 from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.operator_results import map_tensors, tensors_of
+from shardwright.analysis.operator_results import cloned, map_tensors, tensors_of
 from shardwright.errors import PlanError
 
 _DEVICE = Tensor.device.__get__
@@ -96,6 +96,8 @@ class GhostMode(TorchFunctionMode):
         Raises: PlanError: the forward makes other calls than the recorded one, or code between modules reads a value
             that another stage computes.
         """
+        if self._chunked.record.writes_inputs:  # which other chunks of this stage read too
+            inputs = cloned(inputs)
         callers: dict[nn.Module, Callable[..., Any]] = {module: module.forward for module in opened}
         callers.update((module, self._caller(path, module)) for module, path in units.items())
         with calls_replaced(callers):

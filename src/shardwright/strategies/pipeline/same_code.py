@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from shardwright.analysis.call_graph import ChunkedModel
 from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.comm.agreement import check_agreement
 from shardwright.comm.axis import Axis
-from shardwright.errors import PlanError
+from shardwright.errors import EXAMPLE, PlanError, UnknownCodeError
 from shardwright.plan.schedule import Schedule
 
 _SHOWN_TYPES = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -76,4 +76,14 @@ def check_same_code(axis: Axis, lines: Sequence[str]) -> None:
             fix="take random numbers of the host, the rank and the time out of the model's forward, and give every "
             "rank the same seconds and files",
         ),
+    )
+
+
+def not_followed(model: nn.Module, why: str) -> UnknownCodeError:
+    """Returns the error for code of which the traced calls do something else than it does itself, as ``why`` says."""
+    return UnknownCodeError(
+        f"the code of {type(model).__name__} is not followed as it runs",
+        given=why,
+        allowed="code that torch can trace, or an example of the inputs, on which the forward is recorded",
+        fix=f"{EXAMPLE}; or leave out pp",
     )

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.arguments import arguments_given, bind
 from shardwright.analysis.call_graph import ChunkedModel, Edge, PreparedNode, prepare, run
+from shardwright.analysis.same_results import unlike_code
 from shardwright.errors import PlanError, UnknownCodeError
 from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages
@@ -24,7 +25,7 @@ from shardwright.runtime.executor import Microbatch, OutputHandler
 from shardwright.strategies.pipeline.messages import StageMessage
 from shardwright.strategies.pipeline.p2p import ValueSpec, scattered, spec_of
 from shardwright.strategies.pipeline.pipeline_stage import ChunkRoute, PipelineStage, ReceivedTensors, framed
-from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
+from shardwright.strategies.pipeline.same_code import check_same_code, lines_of, not_followed
 from shardwright.strategies.pipeline.scatter import WholeShapes, whole_shapes
 from shardwright.strategies.pipeline.shared_buffers import SharedBuffers
 
@@ -173,12 +174,12 @@ class Stage(PipelineStage[Stages]):
         given = arguments_given(self.stages.model, inputs)
         if given not in self._by_value:
             try:
-                return self._code_for(given)
+                return self._code_for(given, inputs)
             except UnknownCodeError:
                 self._by_value.add(given)
-        return self._code_for(arguments_given(self.stages.model, inputs, by_value=True))
+        return self._code_for(arguments_given(self.stages.model, inputs, by_value=True), inputs)
 
-    def _code_for(self, given: tuple[str, ...]) -> StageCode:
+    def _code_for(self, given: tuple[str, ...], inputs: Any) -> StageCode:
         """Returns the cached traced calls for these arguments, traced again if a module's mode or setting has changed.
 
         Raises PlanError for a setting that is now neither a number, a string, a tuple nor None.
@@ -198,7 +199,7 @@ class Stage(PipelineStage[Stages]):
             return code
         for path, module in self.model.named_modules():
             self.stages.model.get_submodule(path).training = module.training
-        code = self._codes[key] = self._read_code(given)
+        code = self._codes[key] = self._read_code(given, inputs)
         kind = (given, self.model.training)
         if kind not in self._compared:  # all stages begin the same kinds of runs, so all of them compare here
             self._compared.add(kind)
@@ -215,8 +216,10 @@ class Stage(PipelineStage[Stages]):
                 found.append((path, name))
         return found
 
-    def _read_code(self, given: tuple[str, ...]) -> StageCode:
+    def _read_code(self, given: tuple[str, ...], inputs: Any) -> StageCode:
         chunked = self.stages.with_arguments(given)
+        if given != self.stages.compared and (why := unlike_code(self.stages.model, chunked, inputs)):
+            raise not_followed(self.stages.model, why)
         attributes = {
             (path, name): getattr(self.model.get_submodule(path), name, None) for path, name in chunked.attributes
         }

@@ -1,0 +1,194 @@
+"""Code that a tracer follows on another branch than values do: stages compute what one device does, or refuse it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import shardwright as sw
+from shardwright.errors import LayoutError, PlanError, UnknownCodeError
+from shardwright.models.losses import MeanSquaredError
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()), None  # as attention without weights
+
+
+class Model(nn.Module):
+    """Four blocks, with one of several ways between them that proxies answer otherwise than values."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.blocks = way, nn.ModuleList(Block() for _ in range(4))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        mask, other = x[..., :1] > 0, x[..., 1:2] > 0
+        for block in self.blocks:
+            x, extra = block(x)
+            if self.way == "is None":
+                x = x if extra is None else x * 2
+            elif self.way == "hasattr":
+                x = x * 2 if hasattr(x, "mask") else x
+            elif self.way == "getattr":
+                x = x if getattr(x, "mask", None) is None else x * 2
+            elif self.way == "type":
+                x = x if type(x) is torch.Tensor else x * 2
+            elif self.way == "same object":
+                x = x if x.contiguous() is x else x * 2
+            elif self.way == "other name":
+                x = x * 1
+                residual = x
+                x += 1
+                x = x + residual
+            elif self.way == "and":
+                both = mask & other
+                x = x * both + mask
+            elif self.way == "or of views":
+                both = mask[None] | other[None]
+                x = x * both[0] + mask
+            elif self.way == "attention":
+                x, weights = self.attention(x, x, x, need_weights=False)
+                x = x if weights is None else x * 2
+        return x
+
+
+WAYS = ["is None", "hasattr", "getattr", "type", "same object", "other name", "and", "or of views", "attention"]
+
+
+def batches():
+    numbers = torch.Generator().manual_seed(3)
+    return [tuple(torch.randn(8, 3, 8, generator=numbers) for _ in range(2)) for _ in range(2)]
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("line", ["pp2/1f1b mb4", "pp4/zb-h1 mb4", "pp2 mb2 dp2/zero1"])
+@pytest.mark.parametrize("way", WAYS)
+def test_stages_take_the_branches_that_values_take(way, line):
+    verdict = sw.verify(Model(way), line, batches(), loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
+def first_loss(model, line, **given):
+    """The loss of the first step on one device, and on ranks."""
+    x, y = batches()[0]
+    wanted = functional.mse_loss(copy.deepcopy(model)(x.clone()), y).item()
+
+    def work(world):
+        run = sw.parallelize(model, line, world, loss=nn.MSELoss(), **given)
+        update = run.optimizer(torch.optim.SGD, lr=0.1)
+        return [run.step(each, update=update).item() for each in run.shard([(x.clone(), y)])]
+
+    return wanted, sw.launch(work, line, ranks="threads")[0][0]
+
+
+@pytest.mark.parametrize("way", ["is None", "hasattr", "type", "other name"])
+def test_without_an_example_the_first_step_refuses_the_other_branch(way):
+    with pytest.raises(UnknownCodeError, match="is not followed as it runs") as refused:
+        first_loss(Model(way), "pp2/1f1b mb4")
+    assert "example" in str(refused.value)
+    wanted, found = first_loss(Model(way), "pp2/1f1b mb4", example=batches()[0][0])
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("way", ["and", "or of views"])
+def test_operators_of_python_whose_names_end_so_write_nothing(way):
+    wanted, found = first_loss(Model(way), "pp2/1f1b mb4")
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+class Normalized(nn.Module):
+    """Takes the mean off where it is entered, and adds it again at the end, as RevIN does."""
+
+    def forward(self, x, enters):
+        if enters:
+            self.mean = x.mean(1, keepdim=True)
+            return x - self.mean
+        return x + self.mean
+
+
+class Forecast(nn.Module):
+    def __init__(self, *, is_traced):
+        super().__init__()
+        self.is_traced, self.norm, self.blocks = is_traced, Normalized(), nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        x = self.norm(x, True)
+        if not self.is_traced:
+            assert x.shape[0] in range(100)
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.norm(x, False)
+
+
+@pytest.mark.parametrize("line", ["pp2/1f1b mb4", "pp4/1f1b mb4", "pp2 mb2 dp2/zero1"])
+@pytest.mark.parametrize("is_traced", [True, False])
+@pytest.mark.parametrize("was_called", [True, False])
+def test_what_one_call_of_a_module_leaves_for_another_reaches_its_stage(line, is_traced, was_called):
+    model = Forecast(is_traced=is_traced)
+    if was_called:
+        with torch.no_grad():
+            model(torch.randn(1, 3, 8))
+    verdict = sw.verify(model, line, batches(), loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
+class InTurns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x.relu() if self.calls % 2 else x.tanh()
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turns, self.layers = InTurns(), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.turns(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("given", [{}, {"example": torch.zeros(8, 3, 8)}])
+def test_a_module_that_counts_the_calls_of_several_stages_is_refused(given):
+    with pytest.raises((PlanError, LayoutError), match="calls"):
+        first_loss(Counting(), "pp2/1f1b mb4", **given)
+
+
+class Scaling(nn.Module):
+    """Writes into its input, in code that is recorded and not traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        assert x.shape[0] in range(100)
+        x.mul_(2)
+        for block in self.blocks:
+            x, _ = block(x)
+        return x
+
+
+@pytest.mark.parametrize("line", ["pp2/1f1b", "pp2/1f1b mb4", "pp2/interleaved:v2 mb4", "pp2/zb-v mb4"])
+def test_inputs_that_a_forward_writes_are_written_once(line):
+    wanted, found = first_loss(Scaling(), line, example=torch.zeros(8, 3, 8))
+    assert found == pytest.approx(wanted, rel=1e-6)
