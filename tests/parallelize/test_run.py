@@ -388,6 +388,45 @@ def test_an_optimizer_that_looks_at_more_than_a_rank_has_in_hand_is_refused(dire
     assert launch(work, 2, "dp2/zero1", ranks="threads") == [in_ranges] * 2
 
 
+class _UnderConditions(torch.optim.Optimizer):
+    """Steps as one of those that look at a whole tensor under conditions that few tensors and gradients meet."""
+
+    def __init__(self, params, way, lr=0.01):
+        super().__init__(params, {"way": way, "lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, g = self.state[p], p.grad
+                mean = state.setdefault("mean", torch.zeros_like(p)).lerp_(g, 0.1)
+                square = state.setdefault("square", torch.ones_like(p)).lerp_(g * g, 0.1)
+                update = mean / square.sqrt()
+                if group["way"] == "cautious":
+                    agrees = (update * g > 0).to(g.dtype)
+                    update = update * agrees / agrees.mean()
+                elif group["way"] == "of large dims" and p.dim() == 2 and min(p.shape) >= 128:
+                    update = g / (square.mean(1, keepdim=True) * square.mean(0) / square.mean()).sqrt()
+                elif group["way"] == "clipped":
+                    update = update / (g * g / square).mean().sqrt().clamp(min=2)
+                elif group["way"] == "where orthogonal":
+                    along = torch.cosine_similarity(g.flatten(), p.flatten(), dim=0).abs()
+                    if along < 0.1 / p.numel() ** 0.5:
+                        update = update - p * (p * update).sum() / (p * p).sum()
+                elif group["way"] == "by former norms":
+                    norm = state.setdefault("norm", g.norm()).lerp_(g.norm(), 0.1)
+                    update = update * norm / g.norm() if norm > g.norm() else update
+                p.sub_(update * group["lr"])
+
+
+@pytest.mark.parametrize(
+    "way", ["cautious", "of large dims", "clipped", "where orthogonal", "by former norms", "each element alone"]
+)
+def test_an_optimizer_that_looks_at_whole_tensors_under_conditions_is_refused(way):
+    assert is_elementwise(_UnderConditions, {"way": way}) == (way == "each element alone")
+    assert is_elementwise(_UnderConditions, {"way": way}, whole=True)
+
+
 class _ByNorm(torch.optim.Optimizer):
     """Descends by gradients over their norm: that of all of them, in groups that ask for it."""
 
