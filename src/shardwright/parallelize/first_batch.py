@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwright.analysis.call_graph import weights_by_module
 from shardwright.analysis.draws import FIRST, Draws, draws_as_known
 from shardwright.analysis.model_graph import ModelGraph
-from shardwright.axes import layout_axes
+from shardwright.analysis.weight_readers import read_by_others
+from shardwright.axes import layout_axes, mesh_axes
 from shardwright.comm.world import World
 from shardwright.errors import EXAMPLE, PlanError
 from shardwright.parallelize.planning import PLANNING, make_plan, num_rows, on_device, without_storage
 from shardwright.parallelize.sample_checks import check_draws, cuts_batch, warn_of_means, warn_unseen
 from shardwright.plan.plan import Job, Plan
 from shardwright.rng import with_samples_in_dim_1
+from shardwright.sharding.tensor_layout import TensorLayout
 from shardwright.strategy import Strategy, check_samples_apart
 
 
@@ -67,12 +71,37 @@ class FirstBatchChecker:
         for factor in plan.layout.factors:
             if factor not in factors and plan.row_axes & {*factor.mesh_axes}:
                 check_samples_apart(job.model, str(factor), graph)
+        _check_readers(job.model, graph, plan)
         warn_unseen(graph, plan, self._world)
         warn_of_means(graph, job.loss, plan, self._world)
         if graph.draws is not None:
             check_draws(graph.draws, plan, self._world)
             if cuts_batch(plan):
                 _check_places(graph.draws, {*with_samples_in_dim_1(job.model)})
+
+
+def _check_readers(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
+    """Raises PlanError if code reads a weight that a rank computes with a part of, outside of the layer itself."""
+    if not any(role.name not in ("copied", "parts") for role in plan.roles.values()):
+        return
+    try:
+        recording = graph.run.recording
+    except Exception:  # of the user's model, without values: it is not recorded, and a warning says so
+        return
+    first, names = dict.fromkeys(plan.mesh.axes, 0), weights_by_module(model)
+    stages = [each for each in mesh_axes("stages") if each in first]
+    for path in sorted(read_by_others(model, recording)):
+        for name in (each for each in names[path] if each in plan.compute):
+            held = reduce(
+                TensorLayout.on_all, (each for each in mesh_axes("stages") if each in first), plan.compute[name]
+            )
+            if held.local_shape(first) != held.shape:
+                raise PlanError(
+                    f"other code than the layer reads '{name}', of which each rank has a part",
+                    given=f"a forward that computes something else with it, under {plan.layout}",
+                    allowed="layers whose weights they alone read; with an example, others stay whole on every rank",
+                    fix=EXAMPLE,
+                )
 
 
 def _graph(model: nn.Module, inputs: Any) -> ModelGraph:

@@ -13,6 +13,7 @@ from torch import nn
 from shardwright.analysis.hidden_outputs import refused_output
 from shardwright.analysis.marked_inputs import marks_in
 from shardwright.analysis.structure import has_hooks, is_inside, is_known, owners
+from shardwright.analysis.weight_readers import read_by_others
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError
 from shardwright.mesh import Coord
@@ -167,8 +168,8 @@ class TensorParallel:
         samples, and wait for each other in their collectives. What a module calls before it selects by values is not
         among them. Under any layout those are layers that are called inside a transform such as ``torch.vmap``, which
         takes no autograd function of a collective, those that ``torch.func.functional_call`` calls with tensors in
-        place of their parameters, and beside these such as no code calls, but whose weights it reads, as the other
-        members of an ensemble.
+        place of their parameters, and layers whose weights other code reads, as a penalty on weights does in a forward
+        or the other members of an ensemble that no code calls.
         """
         run = record_of_own_code(job)
         if run is None:
@@ -181,6 +182,7 @@ class TensorParallel:
             )
         by_sample = {name.rpartition(".")[0] for name in run.parameters_by_sample} if mode.row_axes else set()
         found |= dict.fromkeys(sorted(by_sample), "it is called for one sample after another")
+        found |= dict.fromkeys(sorted(read_by_others(job.model, run.recording)), "its weights are read by other code")
         used, called = run.recording.parameters_used, {call.module for call in calls}
         hidden = {call.module for call in calls if call.is_hidden}
         for path, _, _, name in owners(job.model):
@@ -188,10 +190,6 @@ class TensorParallel:
                 found[path] = "it is called inside a transform or a checkpoint"
             elif path and path in called and name not in used:
                 found[path] = "it is called with other tensors in place of its parameters"
-            elif hidden and path and name in used and path not in called:
-                around = job.model.get_submodule(path.rpartition(".")[0])
-                if not isinstance(around, nn.MultiheadAttention):  # which reads those of its output layer
-                    found[path] = "its weights are read by other code"
         return found
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> AppliedStrategy:

@@ -1,0 +1,76 @@
+"""Forwards that compute something with the weights of layers, such as penalties: right, or refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import shardwright as sw
+from shardwright.errors import LayoutError, PlanError
+
+WAYS = {
+    "norm": lambda model: sum(p.norm() for p in model.parameters()),
+    "norm without a gradient": lambda model: sum(p.detach().norm() for p in model.parameters()),
+    "largest": lambda model: sum(p.abs().max() for p in model.parameters()),
+    "all at once": lambda model: torch.cat([p.flatten() for p in model.parameters()]).norm(),
+    "lists of tensors": lambda model: torch.stack(torch._foreach_norm(list(model.parameters()))).sum(),
+    "one by its name": lambda model: model.layers[0].weight.norm(),
+    "singular values": lambda model: torch.linalg.svdvals(model.layers[0].weight)[0],
+    "squares": lambda model: sum((p**2).sum() for p in model.parameters()),
+    "means": lambda model: sum(p.abs().mean() for p in model.parameters()),
+}
+
+
+class Penalized(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8), nn.Linear(8, 16), nn.Linear(16, 8))
+
+    def forward(self, x):
+        return self.layers(x) * (1 + 0.1 * WAYS[self.way](self))
+
+
+def losses(model, line, **given):
+    numbers = torch.Generator().manual_seed(1)
+    x, y = torch.randn(8, 8, generator=numbers), torch.randn(8, 8, generator=numbers)
+    wanted = functional.mse_loss(copy.deepcopy(model)(x), y).item()
+
+    def work(world):
+        run = sw.parallelize(model, line, world, loss=nn.MSELoss(), **({"example": x} if given.get("sees") else {}))
+        update = run.optimizer(torch.optim.SGD, lr=0.1)
+        return [run.step(each, update=update).item() for each in run.shard([(x, y)])]
+
+    return wanted, sw.launch(work, line, ranks="threads")[0][0]
+
+
+@pytest.mark.parametrize("line", ["tp2", "pp2/1f1b tp2", "pp2/1f1b mb2 dp2/zero1 tp2", "dp2/zero3", "pp2/1f1b mb2"])
+@pytest.mark.parametrize("sees", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_loss_is_that_of_one_device_or_the_layout_is_refused(way, sees, line):
+    torch.manual_seed(0)
+    refusal, wanted, found = "", 0.0, 0.0
+    try:
+        wanted, found = losses(Penalized(way), line, sees=sees)
+    except (LayoutError, PlanError) as refused:
+        refusal = str(refused)
+    assert not refusal or "tp" in line or not sees
+    assert not (refusal and sees) or "kept whole: its weights are read by other code" in refusal
+    assert refusal or found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_squares_of_all_weights_are_summed_over_ranks_by_the_example():
+    torch.manual_seed(0)
+    wanted, found = losses(Penalized("squares"), "tp2", sees=True)
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_first_batch_shows_who_else_reads_a_part():
+    torch.manual_seed(0)
+    with pytest.raises(PlanError, match="other code than the layer reads") as refused:
+        losses(Penalized("norm"), "tp2")
+    assert "example=" in str(refused.value)
