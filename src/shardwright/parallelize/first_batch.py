@@ -92,9 +92,7 @@ def _check_readers(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
     stages = [each for each in mesh_axes("stages") if each in first]
     for path in sorted(read_by_others(model, recording)):
         for name in (each for each in names[path] if each in plan.compute):
-            held = reduce(
-                TensorLayout.on_all, (each for each in mesh_axes("stages") if each in first), plan.compute[name]
-            )
+            held = reduce(TensorLayout.on_all, stages, plan.compute[name])
             if held.local_shape(first) != held.shape:
                 raise PlanError(
                     f"other code than the layer reads '{name}', of which each rank has a part",
