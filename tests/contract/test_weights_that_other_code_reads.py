@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import shardwright as sw
 from shardwright.errors import LayoutError, PlanError
+from shardwright.models.losses import MeanSquaredError
 
 WAYS = {
     "norm": lambda model: sum(p.norm() for p in model.parameters()),
@@ -74,3 +75,34 @@ def test_a_first_batch_shows_who_else_reads_a_part():
     with pytest.raises(PlanError, match="other code than the layer reads") as refused:
         losses(Penalized("norm"), "tp2")
     assert "example=" in str(refused.value)
+
+
+class Holding(nn.Module):
+    """Holds parameters of other layers where torch does not look for them."""
+
+    def __init__(self, parameters):
+        super().__init__()
+        self.held = [parameters]
+
+    def forward(self):
+        return sum((each**2).sum() for each in self.held[0])
+
+
+class HoldsPenalty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.penalty = Holding([*self.layers.parameters()])
+
+    def forward(self, x):
+        return self.layers(x) * (1 + 0.1 * self.penalty())
+
+
+@pytest.mark.parametrize("line", ["pp2/1f1b mb2", "pp4/zb-h1 mb4"])
+def test_stages_update_parameters_that_another_module_holds(line):
+    torch.manual_seed(0)
+    batches = [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(3)]
+    verdict = sw.verify(HoldsPenalty(), line, batches, loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+    with pytest.raises(LayoutError, match="held by"):
+        losses(HoldsPenalty(), line)

@@ -8,7 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from shardwright.analysis.arguments import arguments_given
+from shardwright.analysis.reached import tensors_outside
 from shardwright.analysis.same_results import unlike_code
 from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError, PlanError, UnknownCodeError
@@ -47,7 +50,9 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
     try:
         whole = blocks_kept_whole(job.model, plan.layout)
         found = cut(job.model, num_chunks, example=job.example, num_tokens=job.num_tokens, whole=whole, **asked)
-        why = "" if job.example is None else unlike_code(job.model, found.chunked, job.example)
+        why = _held_elsewhere(job.model)
+        if not why and job.example is not None:
+            why = unlike_code(job.model, found.chunked, job.example)
         if why:
             found = None
             raise not_followed(job.model, why)
@@ -85,6 +90,16 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
             fix="leave out tp",
         )
     return found
+
+
+def _held_elsewhere(model: nn.Module) -> str:
+    """Returns which code holds a parameter of another module, of which traced calls do not say who reads it; or ""."""
+    held = tensors_outside(model)
+    for name, parameter in model.named_parameters() if held else ():
+        place, owner = held.get(id(parameter), ""), name.rpartition(".")[0]
+        if place and owner and not place.startswith(f"{owner}."):
+            return f"the parameter '{name}' is held by {place} too, and read there"
+    return ""
 
 
 def _most_work(stages: Stages | EventStages) -> float:
