@@ -106,3 +106,34 @@ def test_stages_update_parameters_that_another_module_holds(line):
     assert verdict.equal, str(verdict)
     with pytest.raises(LayoutError, match="held by"):
         losses(HoldsPenalty(), line)
+
+
+class Relative(nn.Module):
+    """Adds what it makes of a table that is given to it, as relative positions are in DeBERTa."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.1)
+
+    def forward(self, x, table):
+        assert x.shape[0] in range(99)
+        return x + self.down(self.up(x).relu()) + self.drop(table).mean(0)
+
+
+class SharesTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(6, 8), nn.ModuleList(Relative() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, self.table.weight)
+        return x
+
+
+@pytest.mark.parametrize("line", ["pp2/1f1b mb2 dp2/zero1 tp2", "pp2/1f1b mb2 dp2/zero3", "pp2/1f1b mb2 dp2/zero1"])
+def test_a_parameter_that_modules_get_as_an_argument_is_unsharded_for_them(line):
+    torch.manual_seed(0)
+    batches = [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(2)]
+    verdict = sw.verify(SharesTable(), line, batches, loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)

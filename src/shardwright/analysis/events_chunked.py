@@ -150,10 +150,14 @@ class EventsChunked:
         return tuple(sorted({*self.weights_by_event(chunk)} - self.record.shared_buffers))
 
     def read_between(self, chunk: int) -> frozenset[str]:
-        """Returns the names of the parameters that a chunk gives to functions outside of modules, or returns."""
+        """Returns the names of the parameters that a chunk gives to functions or modules as arguments, or returns."""
         events = self.record.events[self.bounds[chunk] : self.bounds[chunk + 1]]
         returned = self.record.returned if chunk == self.num_chunks - 1 else ()
-        return frozenset(returned).union(*(event.reads for event in events if event.number is None))
+        return frozenset(returned).union(*map(self.given_to, events))
+
+    def given_to(self, event: ForwardEvent) -> frozenset[str]:
+        """Returns the names of the parameters that a call reads and that are not those of the module that it calls."""
+        return event.reads if event.number is None else event.reads.difference(self.names.get(event.name, ()))
 
     def times(self, module: str, num_calls: int, chunks: Collection[int]) -> tuple[int, ...]:
         """Returns, for each of ``num_calls`` calls of ``module``, how many of ``chunks`` make that call.

@@ -192,7 +192,7 @@ class GhostStage(PipelineStage[EventStages]):
             for path, times in chunked.repeats.get(event, ()):
                 self.repeat(path, times, len(chunked.record.calls[path]))
             called = chunked.record.events[event]
-            places.fetch(called.reads if called.number is None else ())
+            places.fetch(chunked.given_to(called))
 
         mode = GhostMode(chunked, chunk, self._plain, names, received, self.p2p.axis.device, before)
         learning = chunked.record.learning
