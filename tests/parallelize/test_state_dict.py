@@ -198,3 +198,33 @@ def test_averages_of_run_parameters_are_those_of_the_whole_model():
     for state in several:
         for name, value in one.items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
+class SharedLayers(nn.Module):
+    """One block, which torch lists under three names, as a model with shared layers has it."""
+
+    def __init__(self):
+        super().__init__()
+        block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.blocks, self.out = nn.ModuleList([block, block, block]), nn.Linear(4, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).relu()
+        return self.out(x)
+
+
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero3"])
+def test_a_module_under_several_names_is_in_the_state_under_each(line):
+    model, other = SharedLayers(), SharedLayers()
+
+    def work(world):
+        run = parallelize(model, line, world, loss=nn.MSELoss())
+        before = run.state_dict()
+        run.load_state_dict(other.state_dict())
+        return before, run.state_dict()
+
+    (before, after), _ = launch(work, 2, ranks="threads")
+    assert before.keys() == model.state_dict().keys()
+    copy.deepcopy(model).load_state_dict(before)
+    assert all(torch.equal(after[name], value) for name, value in other.state_dict().items())

@@ -60,10 +60,11 @@ def is_known(module: nn.Module) -> bool:
     return type(module).__module__.startswith(("torch.nn.", "shardwright.models."))
 
 
-def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
+def owners(model: nn.Module, *, every_path: bool = False) -> Iterator[tuple[str, nn.Module, str, str]]:
     """Yields every use of a parameter: the module's name, the module, its attribute, and the parameter's full name.
 
-    A tied parameter is one parameter with several uses; the first of its names counts as its full name.
+    A tied parameter is one parameter with several uses; the first of its names counts as its full name. A module that
+    is registered under several names comes under the first one, or with ``every_path`` under each.
 
     >>> tied = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
     >>> tied[1].weight = tied[0].weight
@@ -71,7 +72,7 @@ def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
     [('0', '0.weight'), ('1', '0.weight')]
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=not every_path):
         for own, parameter in module._parameters.items():
             if parameter is not None:
                 yield path, module, own, names[id(parameter)]

@@ -359,13 +359,13 @@ def state_tensors(run: RankState, everyone: Axis) -> tuple[list[StateTensor], se
 def _own_tensors(run: RankState) -> tuple[list[tuple[list[str], Tensor]], list[str]]:
     """Returns (names, stored tensor) of this rank's parameters and buffers, and the buffers that are not persistent."""
     parameters: dict[str, list[str]] = {}
-    for path, _, own, name in owners(run.model):
+    for path, _, own, name in owners(run.model, every_path=True):
         if name in run.parameters and name in run.plan.state:
             parameters.setdefault(name, [name])
             parameters[name] += [key for key in [f"{path}.{own}".lstrip(".")] if key != name]
     buffers: dict[int, tuple[list[str], Tensor]] = {}
     passing = []
-    for path, module in run.model.named_modules():
+    for path, module in run.model.named_modules(remove_duplicate=False):
         for own, buffer in module._buffers.items():
             key = f"{path}.{own}".lstrip(".")
             if own in module._non_persistent_buffers_set:

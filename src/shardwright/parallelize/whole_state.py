@@ -187,10 +187,10 @@ def part_of_state(run: RankState) -> dict[str, Tensor]:
     The tensors share memory with the run's. A tied parameter is under each of its names.
     """
     found: dict[str, Tensor] = {}
-    for path, _, own, name in owners(run.model):
+    for path, _, own, name in owners(run.model, every_path=True):
         if name in run.parameters:
             found[f"{path}.{own}".lstrip(".")] = run.parameters[name].detach()
-    for path, module in run.model.named_modules():
+    for path, module in run.model.named_modules(remove_duplicate=False):
         for own, buffer in module._buffers.items():
             name = f"{path}.{own}".lstrip(".")
             layout = run.plan.buffers.get(name)
@@ -211,7 +211,7 @@ def whole_state(run: RankState) -> dict[str, Tensor]:
     """
     everyone = run.axes["world"].for_strategy("state")
     held = part_of_state(run)
-    parameters = {f"{path}.{own}".lstrip("."): name for path, _, own, name in owners(run.model)}
+    parameters = {f"{path}.{own}".lstrip("."): name for path, _, own, name in owners(run.model, every_path=True)}
     own = {
         key: [parameters.get(key, ""), str(value.dtype).removeprefix("torch."), list(value.shape)]
         for key, value in held.items()

@@ -312,7 +312,7 @@ def _read(store: WeightStore, shapes: Mapping[str, tuple[int, ...]]) -> Iterator
 def _ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Returns, for each name of a tied parameter, all of its names, the first one first."""
     names: dict[str, list[str]] = {}
-    for path, _, own, name in owners(model):
+    for path, _, own, name in owners(model, every_path=True):
         every = names.setdefault(name, [name])
         every += [key for key in [f"{path}.{own}".lstrip(".")] if key not in every]
     return {name: tuple(every) for every in names.values() if len(every) > 1 for name in every}
