@@ -170,3 +170,40 @@ def test_strategies_of_the_callers_own_are_those_of_the_look_too():
     assert losses(less_the_mean, "dp2", strategies=own)[0][0] > 0
     with pytest.raises(LayoutError, match="from other samples"):
         losses(less_the_mean, "dp2")
+
+
+class ByCount(nn.Module):
+    """Computes with the size of the batch, or with a number that is as large."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.layer = way, nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.layer(x)
+        if self.way == "scaled":
+            return h * (16.0 / x.shape[0])
+        if self.way == "over its length":
+            return h / len(h)
+        if self.way == "elements":
+            return h + x.numel()
+        if self.way == "constant":
+            return h * 46 + 23
+        return h.view(x.shape[0], 2, 2).flatten(1) * 0.5
+
+
+@pytest.mark.parametrize("way", ["scaled", "over its length", "elements", "constant", "shapes alone"])
+@pytest.mark.parametrize(("line", "shows"), [("dp2", True), ("dp2", False), ("mb2", True), ("single", True)])
+def test_a_number_of_samples_as_a_value_is_warned_of_where_the_batch_is_cut(way, line, shows):
+    model, x = ByCount(way), torch.randn(8, 4)
+
+    def work(world):
+        given = {"example": x} if shows else {}
+        run = sw.parallelize(model, line, world, loss=nn.MSELoss(), **given)
+        run.step(next(run.shard([(x, x)])))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sw.launch(work, line, ranks="threads")
+    said = [each for each in caught if "computes with the number of samples" in str(each.message)]
+    assert len(said) == (line != "single" and way in ("scaled", "over its length", "elements"))

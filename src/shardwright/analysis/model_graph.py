@@ -34,6 +34,7 @@ from shardwright.analysis.parameter_writes import written_parameters
 from shardwright.analysis.record_forward import record_forward
 from shardwright.analysis.recording import Recorded, RecordedCall, Recording
 from shardwright.analysis.run_axes import RunAxes, axes_of
+from shardwright.analysis.sample_counts import calls_with_counts, differ
 from shardwright.analysis.sample_dims import layers_without_samples_first
 from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, COUNTS, mixing_call
 from shardwright.analysis.sample_selections import SampleFlow, follow_samples, parameters_by_sample
@@ -268,6 +269,23 @@ class ModelGraph:
         """
         found = self._of_own_code
         return None if found is None else mixing_call(found.recording, found.axes, shared)
+
+    def calls_with_counts(self) -> list[RecordedCall]:
+        """Returns the operators that compute values of samples with the number of samples, as ``x / len(x)`` does.
+
+        It is empty if the forward was not recorded, as for :attr:`draws`, or only with one number of samples.
+        """
+        found = self._of_own_code
+        suspects = [] if found is None else calls_with_counts(found.recording)
+        if found is None or not suspects:
+            return []
+        numbers = (each for each in (*COUNTS, None) if each != found.recording.num_samples)
+        others = (self._tried(each, self.reads_values) for each in numbers)
+        other = next((each for each in others if isinstance(each, RecordedRun)), None)
+        if other is None or len(other.recording.calls) != len(found.recording.calls):
+            return []
+        pairs = ((found.recording.calls[index], other.recording.calls[index]) for index in suspects)
+        return [call for call, again in pairs if differ(call, again)]
 
     def normalises_once(self, path: str) -> bool:
         """Returns whether the recorded forward calls a module, and each of these calls computes one batch norm itself.

@@ -47,7 +47,7 @@ from shardwright.parallelize.planning import (
 )
 from shardwright.parallelize.rank_check import CHECK_EVERY
 from shardwright.parallelize.run import Run
-from shardwright.parallelize.sample_checks import check_draws, cuts_batch, warn_of_means, warn_unseen
+from shardwright.parallelize.sample_checks import check_draws, cuts_batch, warn_of_counts, warn_of_means, warn_unseen
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.traffic import sync_axes
 from shardwright.rng import RngTracker
@@ -170,6 +170,7 @@ def parallelize(
         warn_unseen(job.graph, plan, world)
         with PLANNING:
             warn_of_means(job.graph, loss, plan, world)
+            warn_of_counts(job.graph, plan, world)
     is_alone = world.size * layout.num_microbatches == 1
     first_batch = FirstBatchChecker(job, plan, world, strategies) if example is None and not is_alone else None
     return _started(job, plan, chosen, world, model, seed, stop_at_nan, check_every, first_batch)

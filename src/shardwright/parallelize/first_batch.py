@@ -20,7 +20,7 @@ from shardwright.axes import layout_axes, mesh_axes
 from shardwright.comm.world import World
 from shardwright.errors import EXAMPLE, PlanError
 from shardwright.parallelize.planning import PLANNING, make_plan, num_rows, on_device, without_storage
-from shardwright.parallelize.sample_checks import check_draws, cuts_batch, warn_of_means, warn_unseen
+from shardwright.parallelize.sample_checks import check_draws, cuts_batch, warn_of_counts, warn_of_means, warn_unseen
 from shardwright.plan.plan import Job, Plan
 from shardwright.rng import with_samples_in_dim_1
 from shardwright.sharding.tensor_layout import TensorLayout
@@ -74,6 +74,7 @@ class FirstBatchChecker:
         _check_readers(job.model, graph, plan)
         warn_unseen(graph, plan, self._world)
         warn_of_means(graph, job.loss, plan, self._world)
+        warn_of_counts(graph, plan, self._world)
         if graph.draws is not None:
             check_draws(graph.draws, plan, self._world)
             if cuts_batch(plan):

@@ -77,6 +77,22 @@ def warn_of_means(graph: ModelGraph, loss: nn.Module, plan: Plan, world: World) 
         )
 
 
+def warn_of_counts(graph: ModelGraph, plan: Plan, world: World) -> None:
+    """Warns, on rank 0, where a forward computes values of samples with their number, as ``x / len(x)`` does.
+
+    Ranks and microbatches have fewer samples than one device has.
+    """
+    if world.rank or not cuts_batch(plan):
+        return
+    for path, name in dict.fromkeys((call.module, call.name) for call in graph.calls_with_counts()):
+        warn(
+            f"'{path or 'the model'}' computes with the number of samples ({name}), which under {plan.layout} is that "
+            "of a rank or a microbatch, so that the result differs from one device. Give the model the number of the "
+            "whole batch, or scale the loss by its count of targets",
+            stacklevel=3,
+        )
+
+
 def _cut_layers(plan: Plan, coord: Mapping[str, int]) -> set[str]:
     """Returns the modules of whose activations ranks hold parts, where tensors do not tell which; "" is the model."""
     if plan.token_axes:
