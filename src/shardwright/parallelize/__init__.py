@@ -170,7 +170,7 @@ def parallelize(
         warn_unseen(job.graph, plan, world)
         with PLANNING:
             warn_of_means(job.graph, loss, plan, world)
-            warn_of_counts(job.graph, plan, world)
+            warn_of_counts(job.graph, loss, plan, world)
     is_alone = world.size * layout.num_microbatches == 1
     first_batch = FirstBatchChecker(job, plan, world, strategies) if example is None and not is_alone else None
     return _started(job, plan, chosen, world, model, seed, stop_at_nan, check_every, first_batch)

@@ -74,7 +74,7 @@ class FirstBatchChecker:
         _check_readers(job.model, graph, plan)
         warn_unseen(graph, plan, self._world)
         warn_of_means(graph, job.loss, plan, self._world)
-        warn_of_counts(graph, plan, self._world)
+        warn_of_counts(graph, job.loss, plan, self._world)
         if graph.draws is not None:
             check_draws(graph.draws, plan, self._world)
             if cuts_batch(plan):

@@ -77,12 +77,12 @@ def warn_of_means(graph: ModelGraph, loss: nn.Module, plan: Plan, world: World) 
         )
 
 
-def warn_of_counts(graph: ModelGraph, plan: Plan, world: World) -> None:
+def warn_of_counts(graph: ModelGraph, loss: nn.Module, plan: Plan, world: World) -> None:
     """Warns, on rank 0, where a forward computes values of samples with their number, as ``x / len(x)`` does.
 
-    Ranks and microbatches have fewer samples than one device has.
+    Ranks and microbatches have fewer samples than one device has. A model that computes its own loss takes a mean so.
     """
-    if world.rank or not cuts_batch(plan):
+    if world.rank or not cuts_batch(plan) or isinstance(loss, ModelLoss):
         return
     for path, name in dict.fromkeys((call.module, call.name) for call in graph.calls_with_counts()):
         warn(
