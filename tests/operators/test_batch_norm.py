@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from contract.cases import check_refused
-from shardwright import Mesh, launch, run_on_threads, verify
+from shardwright import Mesh, launch, parallelize, run_on_threads, verify
 from shardwright.analysis.batch_norms import batch_norms
 from shardwright.errors import PlanError
 from shardwright.operators.batch_norm import share_statistics
@@ -292,3 +292,15 @@ def test_a_norm_in_evaluation_mode_sends_nothing_and_changes_nothing():
     assert launch(work, 2, ranks="threads") == [({"all_reduce"}, [0.3] * 4)] * 2
     batch = (torch.randn(5, 3), torch.arange(5) % 3)
     assert verify(model, "dp2", [batch, batch]).equal
+
+
+def test_a_batch_norm_in_evaluation_takes_statistics_of_another_dtype_than_its_input():
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 2)).double().eval()
+    batch = torch.randn(4, 2, 6, 6), torch.randn(4, 2)
+
+    def work(world):
+        run = parallelize(model, "dp2 bf16", world, loss=nn.MSELoss())
+        return run.step(next(run.shard([batch])))
+
+    wanted = nn.functional.mse_loss(model(batch[0].double()), batch[1].double())
+    assert launch(work, 2, ranks="threads")[0].item() == pytest.approx(wanted.item(), rel=0.05)

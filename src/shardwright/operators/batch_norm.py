@@ -163,6 +163,7 @@ class _SharedForward:
         w_C, b_C = (None if parameter is None else parameter.to(wide) for parameter in affine)
         mean_C, var_C = buffers.get("running_mean"), buffers.get("running_var")
         if not uses_batch(module):
+            mean_C, var_C = (None if buffer is None else buffer.to(wide) for buffer in (mean_C, var_C))
             return functional.batch_norm(input, mean_C, var_C, w_C, b_C, False, 0.0, module.eps)
         y, count, batch_mean_C, m2_C = shared_batch_norm(input, w_C, b_C, eps=module.eps, axes=self.axes)
         _check_count(input, count)
