@@ -430,3 +430,36 @@ class Reducing(nn.Module):
     def forward(self, x):
         dist.all_reduce(count := torch.ones(1))
         return x * count
+
+
+class WarmsUp(nn.Module):
+    """Weighs itself by how often it was called, by a number or a buffer; or keeps its last value, to be logged."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.calls, self.last = way, 0, 0.0
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, output, targets):
+        found = (output - targets).square().sum()
+        self.calls += self.way == "number"
+        if self.way == "buffer":
+            self.steps += 1
+        self.last = found.item() if self.way == "log" else self.last
+        return found, torch.tensor(targets.numel())
+
+
+@pytest.mark.parametrize("line", ["mb2", "pp2/1f1b mb2", "dp2"])
+@pytest.mark.parametrize("way", ["number", "buffer", "log", "neither"])
+def test_a_loss_that_counts_its_calls_is_warned_of_where_a_step_makes_several(way, line):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)
+
+    def work(world):
+        run = sw.parallelize(model, line, world, loss=WarmsUp(way))
+        run.step(next(run.shard([(x, x)])))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sw.launch(work, line, ranks="threads")
+    said = [each for each in caught if "in each call" in str(each.message)]
+    assert len(said) == ("mb2" in line and way in ("number", "buffer"))

@@ -42,6 +42,7 @@ from shardwright.parallelize.checks import (
     torch_errors_explained,
 )
 from shardwright.parallelize.loss_collectives import RefusesCollective
+from shardwright.parallelize.loss_counters import counters_of, warn_of_counters
 from shardwright.parallelize.loss_of_halves import warn_of_halves
 from shardwright.parallelize.loss_reads import leaves_read, now_in_graph
 from shardwright.parallelize.loss_settings import settings_of
@@ -171,8 +172,11 @@ class TrainStep:
                 warn_of_halves(self.loss, output, targets, stacklevel=2)
         if self._knows_reads:
             return self._checked_loss(output, targets)
-        self._knows_reads, since = True, now_in_graph()
+        self._knows_reads, since, several = True, now_in_graph(), self.plan.layout.num_microbatches > 1
+        counters = counters_of(self.loss) if several else {}
         result = self._checked_loss(output, targets)
+        if several:
+            warn_of_counters(self.loss, counters, self.plan.layout, stacklevel=2)
         if isinstance(result, tuple) and isinstance(result[0], Tensor):
             self._check_reads(leaves_read(result[0], output, since))
         return result
