@@ -33,10 +33,10 @@ def warn_of_counters(
     now = counters_of(loss)
     for (path, name), value in before.items():
         if now.get((path, name), value) != value:
-            number = layout.num_microbatches
+            number, counter = layout.num_microbatches, f"{path}.{name}".lstrip(".")
             warn(
-                f"the loss changes '{f'{path}.{name}'.lstrip('.')}' in each call, and mb{number} makes {number} calls a "
-                "step: a schedule by it runs faster than on one device. Count steps in the training loop, and set what "
+                f"the loss changes '{counter}' in each call, and mb{number} makes {number} calls a step: a schedule by "
+                "it runs faster than on one device. Count steps in the training loop, and set what "
                 "follows from them there",
                 stacklevel=stacklevel + 1,
             )
