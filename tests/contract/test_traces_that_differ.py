@@ -169,7 +169,7 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("given", [{}, {"example": torch.zeros(8, 3, 8)}])
 def test_a_module_that_counts_the_calls_of_several_stages_is_refused(given):
-    with pytest.raises((PlanError, LayoutError), match="calls"):
+    with pytest.raises((PlanError, LayoutError), match=r"call of|calls"):
         first_loss(Counting(), "pp2/1f1b mb4", **given)
 
 
@@ -192,3 +192,118 @@ class Scaling(nn.Module):
 def test_inputs_that_a_forward_writes_are_written_once(line):
     wanted, found = first_loss(Scaling(), line, example=torch.zeros(8, 3, 8))
     assert found == pytest.approx(wanted, rel=1e-6)
+
+
+class AtTheEnd(nn.Module):
+    """Takes another branch behind all blocks, or with numbers that are near to others."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.blocks, self.refine = way, nn.ModuleList(Block() for _ in range(4)), nn.Linear(8, 8)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x, extra = block(x)
+        if self.way == "one more layer":
+            return x if extra is None else self.refine(x)
+        if self.way == "dim":
+            return x.softmax(-1 if extra is None else -2)
+        if self.way == "factor":
+            return x * (-1 if extra is None else -2)
+        if self.way == "limit":
+            return x.clamp(min=0.1) if extra is None else x.clamp(max=0.1)
+        assert self.way == "evaluation"
+        return x if self.training or extra is None else x * 2
+
+
+@pytest.mark.parametrize("way", ["one more layer", "dim", "factor", "limit"])
+def test_other_operators_at_the_end_are_seen(way):
+    wanted, found = first_loss(AtTheEnd(way), "pp2/1f1b mb4", example=batches()[0][0])
+    assert found == pytest.approx(wanted, rel=1e-6)
+    with pytest.raises(UnknownCodeError, match="is not followed as it runs"):
+        first_loss(AtTheEnd(way), "pp2/1f1b mb4")
+
+
+@pytest.mark.parametrize("given", [{}, {"example": batches()[0][0]}])
+def test_a_branch_of_evaluation_alone_is_compared_in_the_first_evaluation(given):
+    model, batch = AtTheEnd("evaluation"), batches()[0]
+
+    def work(world):
+        run = sw.parallelize(model, "pp2/1f1b mb4", world, loss=nn.MSELoss(), **given)
+        with pytest.raises(UnknownCodeError, match="is not followed as it runs"):
+            run.evaluate(next(run.shard([batch])))
+
+    sw.launch(work, 2, ranks="threads")
+
+
+class Shared(nn.Module):
+    """Is called by all layers, and keeps something that no other call needs."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.kept, self.longest, self.table = way, {}, 0, None
+
+    def forward(self, x):
+        tokens = x.shape[1]
+        if self.way == "table by length":
+            if tokens not in self.kept:
+                self.kept[tokens] = torch.arange(tokens).float()[:, None].cos()
+            return x * self.kept[tokens]
+        if self.way == "longest table" and tokens > self.longest:
+            self.longest, self.table = tokens, torch.arange(tokens).float()[:, None].cos()
+        if self.way == "count":
+            self.longest += 1
+        if self.way == "log":
+            self.table = x.detach().mean()
+        return x * self.table if self.way == "longest table" else x * 1
+
+
+class Plain(nn.Module):
+    """Code that a trace follows rightly, in one of several ways that are not plain to compare."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.layers = way, nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.shared = Shared(way)
+
+    def forward(self, x):
+        given = x
+        for number, layer in enumerate(self.layers):
+            x = self.shared(layer(x))
+            if self.way == "constants":
+                mask = torch.triu(torch.full((3, 3), -1.0), 1)
+                x = x + (torch.arange(8) + number) / torch.sqrt(torch.tensor(8.0)) + mask @ torch.ones(3, 8)
+            elif self.way == "in place":
+                x += 1
+                x.mul_(0.5)
+            elif self.way == "in a view" and number == 3:
+                x = x * 1
+                x[:, :2].mul_(2)
+                x[:, 0] += 1
+            elif self.way == "by gradients":
+                x = x * 2 if torch.is_grad_enabled() and layer.weight.requires_grad else x
+        if self.way == "its input":
+            return x, given
+        return (x, torch.zeros(())) if self.way == "a constant" else x
+
+
+@pytest.mark.parametrize("given", [{}, {"example": batches()[0][0]}])
+@pytest.mark.parametrize(
+    "way",
+    ["constants", "in place", "in a view", "by gradients", "its input", "a constant", "table by length",
+     "longest table", "count", "log"],
+)  # fmt: skip
+def test_code_that_is_traced_rightly_trains_with_and_without_an_example(way, given):
+    def loss(output, targets):
+        output = output[0] if isinstance(output, tuple) else output
+        return (output - targets).square().sum(), torch.tensor(targets.numel())
+
+    model, (x, y) = Plain(way), batches()[0]
+    total, count = loss(copy.deepcopy(model)(x.clone()), y)
+
+    def work(world):
+        run = sw.parallelize(model, "pp2/1f1b mb4", world, loss=loss, **given)
+        update = run.optimizer(torch.optim.SGD, lr=0.1)
+        return next(run.step(each, update=update).item() for each in run.shard([(x.clone(), y)]))
+
+    assert sw.launch(work, 2, ranks="threads")[0] == pytest.approx((total / count).item(), rel=1e-6)

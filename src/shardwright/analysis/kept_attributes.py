@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from torch import Tensor, nn
-
-from shardwright.analysis.operator_results import tensors_of
+from torch import nn
 
 _PLAIN = (bool, int, float, str, type(None))
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""The attributes that each module has for torch: its parameters, buffers, submodules, hooks and mode."""
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Returns the attributes that a module has beside those that torch gives each one.
+
+    >>> own_attributes(nn.LeakyReLU())
+    {'negative_slope': 0.01, 'inplace': False}
+    """
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
 
 def kept_attributes(module: nn.Module) -> Mapping[tuple[str, str], object]:
     """Returns what modules keep in attributes, by module name inside of ``module`` and attribute name, to be compared.
 
-    It has plain values, the ids of tensors, also of those in lists and dicts, and the lengths of these.
+    A plain value is compared by itself; anything else is another one if it is another object, or holds others.
 
     >>> layer = nn.ReLU()
     >>> before = kept_attributes(layer)
@@ -22,16 +32,17 @@ def kept_attributes(module: nn.Module) -> Mapping[tuple[str, str], object]:
     >>> changed_attributes(before, kept_attributes(layer))
     [('', 'calls')]
     """
-    found: dict[tuple[str, str], object] = {}
-    for path, each in module.named_modules():
-        for name, value in vars(each).items():
-            if isinstance(value, Tensor):
-                found[path, name] = id(value)
-            elif isinstance(value, _PLAIN):
-                found[path, name] = value
-            elif isinstance(value, list | dict | set) and not name.startswith("_"):
-                found[path, name] = len(value), *map(id, tensors_of(value if isinstance(value, list | dict) else []))
-    return found
+    return {
+        (path, name): value if isinstance(value, _PLAIN) else (id(value), *map(id, _held(value)))
+        for path, each in module.named_modules()
+        for name, value in own_attributes(each).items()
+    }
+
+
+def _held(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple | set):
+        return [*value]
+    return [*value.values()] if isinstance(value, dict) else [*getattr(value, "__dict__", {}).values()]
 
 
 def changed_attributes(

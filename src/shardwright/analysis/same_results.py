@@ -2,13 +2,15 @@
 
 A tracer runs code on proxies, of which ``x is None``, ``hasattr(x, "mask")`` or ``type(x) is Tensor`` are not what they
 are of values, so that another branch may be traced without an error. Both the traced calls and the forward are run on
-the meta device here, and each tensor of the forward's output must be a result of the same operators on the same tensors
-among those of the traced calls.
+the meta device here, and the tensors of both outputs must be made by the same operators of the same tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,28 +23,28 @@ from shardwright.analysis.call_graph import ChunkedModel, prepare, run, sites
 from shardwright.analysis.copying import copied
 from shardwright.analysis.device_moves import OnMeta
 from shardwright.analysis.draws import draws_as_known
-from shardwright.analysis.kept_attributes import changed_attributes, kept_attributes
+from shardwright.analysis.kept_attributes import own_attributes
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model, may_read_values
-from shardwright.analysis.operator_results import leaves_of, tensors_of
-from shardwright.analysis.structure import is_inside
+from shardwright.analysis.operator_results import tensors_of
+from shardwright.analysis.structure import is_known
 from shardwright.analysis.tracer import line_of
-from shardwright.dispatch_mode import DispatchMode, without_dispatch_modes
+from shardwright.dispatch_mode import DispatchMode
 from shardwright.formatting import first_line
 
 _COPIES = frozenset(("aten::clone", "aten::contiguous", "aten::_to_copy", "aten::lift_fresh", "aten::lift_fresh_copy"))
 """Operators whose result is their first operand."""
 
-MOST_COMPARED = 1024
-"""The most elements of a constant on the CPU by whose values it is known."""
+Origin = int
+"""A number that is equal for tensors that the same operators have made of the same tensors."""
 
 
 def unlike_code(model: nn.Module, chunked: ChunkedModel, inputs: Any) -> str:
     """Returns how the traced calls of a model, in their chunks, compute something else than its forward; "" if not.
 
-    They do if an output of the forward is none of their results, or if a module that several chunks call keeps
-    something from one call for another. ``inputs`` are a batch's, and may be on the meta device. A model of torch's and
-    this library's layers alone, and one whose forward does not run on the meta device, are not looked at.
+    They do if their output is made by other operators, or if a module that several chunks call keeps something from
+    one call for another. ``inputs`` are a batch's, and may be on the meta device. A model of torch's and this library's
+    layers alone, and one whose forward does not run on the meta device, are not looked at.
 
     >>> from shardwright.analysis.call_graph import CallSite, read_graph
     >>> class Shifted(nn.Linear):
@@ -50,128 +52,242 @@ def unlike_code(model: nn.Module, chunked: ChunkedModel, inputs: Any) -> str:
     ...         return super().forward(x) * 2 if hasattr(x, "shift") else super().forward(x)
     >>> model = nn.Sequential(Shifted(3, 3), nn.ReLU()).to("meta")
     >>> unlike_code(model, ChunkedModel(read_graph(model, ["0"]), {}, 1), torch.ones(2, 3))
-    'the output of the forward is none of the results of the traced calls'
+    'the traced calls give another output than the forward'
     >>> unlike_code(model, ChunkedModel(read_graph(model), {CallSite("0"): 0}, 1), torch.ones(2, 3))
     ''
     """
     if all(map(draws_as_known, model.modules())):
         return ""
-    given = tree_map_only(Tensor, lambda each: each.to("meta"), inputs)
-    own = _copy_of(model)
-    before = kept_attributes(own)
+    whole = ChunkedModel(chunked.graph, {site: 0 for _, site in sites(chunked.graph) if site is not None}, 1)
+    numbers: dict[object, Origin] = {}
     try:
-        wanted, _ = _origins_of(own, lambda each: call_model(each, given))
+        given = tree_map_only(Tensor, lambda each: each.to("meta"), inputs)
+        wanted, values = _origins(model, lambda each: call_model(each, given), given, numbers)
     except Exception:  # of the user's own code, without values: other checks say so where it matters
         return ""
-    whole = ChunkedModel(chunked.graph, {site: 0 for _, site in sites(chunked.graph) if site is not None}, 1)
     try:
-        _, found = _origins_of(_copy_of(model), lambda each: run(prepare(each, whole, 0), bind(whole, given)))
+        traced = partial(_run_whole, whole, given)
+        found, _ = _origins(model, traced, given, numbers, values=values)
     except Exception as failure:  # of the code, on a branch that it does not take itself
         return f"the traced calls raise {type(failure).__name__}: {first_line(failure)}{line_of(failure)}"
-    if not wanted <= found:
-        return "the output of the forward is none of the results of the traced calls"
+    if wanted != found:
+        return "the traced calls give another output than the forward"
     chunks: dict[str, set[int | None]] = {}
     for node, chunk in chunked.nodes.items():
         if node.op == "call_module":
             chunks.setdefault(str(node.target), set()).add(chunk)
-    for path, name in changed_attributes(before, kept_attributes(own)):
-        if any(len(several) > 1 and is_inside(path, called) for called, several in chunks.items()):
-            return f"'{path}', which several chunks call, sets '{name}' in each call"
-    return ""
+    paths = [path for path, several in chunks.items() if len(several) > 1]
+    kept = keeping_modules(model, given, paths)
+    return f"a call of '{kept[0]}' in one chunk keeps something for its call in another" if kept else ""
+
+
+def _run_whole(whole: ChunkedModel, inputs: Any, model: nn.Module) -> Any:
+    return run(prepare(model, whole, 0), bind(whole, inputs))
+
+
+def keeping_modules(model: nn.Module, inputs: Any, paths: list[str]) -> list[str]:
+    """Returns those of the modules ``paths`` that keep something from one call for another one of the same forward.
+
+    They do if the forward gives another output, or raises, where each call of the module finds the attributes that it
+    had before the forward: a count that nothing reads, or a table that each call would make alike, makes no difference.
+
+    >>> class Twice(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.mean, self.calls, self.layer = None, 0, nn.Linear(3, 3)
+    ...     def forward(self, x):
+    ...         self.calls += 1
+    ...         x = self.layer(x) if self.mean is None else x + self.mean
+    ...         self.mean = x.mean()
+    ...         return x
+    >>> model = nn.Sequential(twice := Twice(), nn.ReLU(), twice).to("meta")
+    >>> keeping_modules(model, torch.ones(2, 3, device="meta"), ["0", "1"])
+    ['0']
+    """
+    own = [path for path in paths if not all(map(is_known, model.get_submodule(path).modules()))]
+    if not own:
+        return []
+    numbers: dict[object, Origin] = {}
+    try:
+        wanted, values = _origins(model, lambda each: call_model(each, inputs), inputs, numbers)
+    except Exception:  # of the user's own code, without values
+        return []
+    found = []
+    for path in own:
+        try:
+            alone, _ = _origins(model, partial(_call_apart, path, inputs), inputs, numbers, values=values)
+        except Exception:  # of a call that lacks what another one would have left
+            alone = None
+        if alone != wanted:
+            found.append(path)
+    return found
+
+
+def _call_apart(path: str, inputs: Any, model: nn.Module) -> Any:
+    """Calls a model of which each call of the module at ``path`` finds the attributes that it has now."""
+    module = model.get_submodule(path)
+    before = {each: _attributes(each) for each in module.modules()}
+
+    def restore(*_: Any) -> None:
+        for each, kept in before.items():
+            for name in [*_attributes(each)]:
+                delattr(each, name)
+            vars(each).update({name: _held_again(value) for name, value in kept.items()})
+
+    module.register_forward_pre_hook(restore)
+    return call_model(model, inputs)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: _held_again(value) for name, value in own_attributes(module).items()}
+
+
+def _held_again(value: Any) -> Any:
+    """Returns a copy of a container or an object with attributes that holds the same, and any other value itself."""
+    is_container = isinstance(value, list | dict | set)
+    is_plain = hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type) and not callable(value)
+    return copy.copy(value) if is_container or is_plain else value
+
+
+def _origins(
+    model: nn.Module, call: Callable[[nn.Module], Any], inputs: Any, numbers: dict[object, Origin], *,
+    values: bool | None = None,
+) -> tuple[list[Origin], bool]:  # fmt: skip
+    """Returns the origins of the tensors that ``call`` returns for a copy of the model, and whether it read values.
+
+    ``numbers`` has the origins given so far. ``values`` says whether small constants have values, which code may read;
+    if it is None, they have them only where the call fails without.
+    """
+    if values is None:
+        try:
+            return _origins(model, call, inputs, numbers, values=False)
+        except Exception:
+            if not may_read_values(model):
+                raise
+            return _origins(model, call, inputs, numbers, values=True)
+    own = _copy_of(model)
+    mode = _Origins(numbers, [*own.parameters(), *own.buffers(), *tensors_of(inputs)])
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(on_meta(own, values=values))
+        stack.enter_context(OnMeta())
+        stack.enter_context(ignoring_batch_statistics(own))
+        stack.enter_context(mode)
+        output = call(own)
+    return [mode.of(each) for each in tensors_of(output)], values
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
     """Returns a copy of a model whose tensors are views of the model's, so that code may replace what they show."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
-    others = [*model.buffers(), *tensors_of([[*vars(each).values()] for each in model.modules()])]
-    return copied(model, memo | {id(each): each.detach() for each in others})
-
-
-def _origins_of(model: nn.Module, call: Callable[[nn.Module], Any]) -> tuple[set[int], set[int]]:
-    """Returns the origins of the tensors that ``call(model)`` returns, and of all that it computes."""
-    values, origins = may_read_values(model), _Origins()
-    with torch.no_grad(), on_meta(model, values=values), OnMeta(), ignoring_batch_statistics(model), origins:
-        output = call(model)
-    return {origins.of(each) for each in tensors_of(output)}, origins.found
+    others = [*model.buffers(), *tensors_of([[*_attributes(each).values()] for each in model.modules()])]
+    memo: dict[int, Any] = {id(each): each.detach() for each in others}
+    memo |= {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in model.parameters()}
+    return copied(model, memo)
 
 
 class _Origins(DispatchMode):
-    """Gives each tensor a number that is equal for tensors that the same operators have made of the same tensors.
+    """Numbers tensors by the operators that have made them, and storages, whose numbers change with each write.
 
-    The number of a storage changes where an operator writes into it; that of a tensor follows from its storage and its
-    place there, so a view needs no operator.
+    The number of a tensor follows from its storage and its place there, so a view needs no operator. ``numbers`` has
+    those given so far, by what they stand for, and ``leaves`` are the tensors that a forward is of: parameters,
+    buffers and inputs. What is made of none of these, and of no random numbers, is a constant; a trace has its values
+    where the forward has its operators, and constants of one shape and dtype are taken to be equal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: dict[object, Origin], leaves: list[Tensor]) -> None:
         super().__init__()
-        self._of_storage: dict[int, int] = {}
-        self._alive: list[Tensor] = []
+        self._numbers = numbers
+        self._of_storage: dict[int, object] = {}
+        self._alive: list[Tensor] = [*leaves]  # so that each storage is that of no other tensor
         self._draws = 0
-        self.found: set[int] = set()
+        for each in filter(_has_storage, leaves):
+            key = each.untyped_storage()._cdata
+            self._of_storage[key] = "leaf", key
 
-    def of(self, tensor: Tensor) -> int:
-        """Returns the number of a tensor."""
-        place = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset()) if _has_storage(tensor) else ()
-        return hash((self._storage(tensor), place, str(tensor.dtype)))
-
-    def _storage(self, tensor: Tensor) -> int:
+    def of(self, tensor: Tensor) -> Origin:
+        """Returns the origin of a tensor."""
+        kind = tuple(tensor.shape), str(tensor.dtype)
         if not _has_storage(tensor):
-            return id(tensor)
+            self._alive.append(tensor)
+            return self._number(("leaf", id(tensor)))
+        storage = self._storage(tensor)
+        if storage == _CONSTANT:
+            return self._number((_CONSTANT, kind))
+        return self._number((storage, kind, tensor.stride(), tensor.storage_offset()))
+
+    def _number(self, what: object) -> Origin:
+        return self._numbers.setdefault(what, len(self._numbers))
+
+    def _storage(self, tensor: Tensor) -> object:
         key = tensor.untyped_storage()._cdata
         if key not in self._of_storage:
-            self._alive.append(tensor)  # so that its storage is that of no other tensor
-            self._of_storage[key] = key if tensor.is_meta or tensor.numel() > MOST_COMPARED else _hash_of(tensor)
+            self._alive.append(tensor)
+            self._of_storage[key] = _CONSTANT
         return self._of_storage[key]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        given = tensors_of((args, named))
-        before = {each.untyped_storage()._cdata for each in given if _has_storage(each)}
-        if torch.Tag.nondeterministic_seeded in function.tags:
-            self._draws += 1
-        origin = hash((function._schema.name.rstrip("_"), self._draws, *self._arguments((args, named))))
-        source = given[0] if given else None
-        is_copy = source is not None and function._schema.name in _COPIES and _is_whole(source)
-        copied_from = self._storage(source) if is_copy and source is not None else 0
+        named, schema = kwargs or {}, function._schema
+        given = [each for each in tensors_of((args, named)) if _has_storage(each)]
+        before = {each.untyped_storage()._cdata for each in given}
+        draws = torch.Tag.nondeterministic_seeded in function.tags
+        self._draws += draws
+        is_constant = not draws and all(self._storage(each) == _CONSTANT for each in given)
+        parts = (*self._parts(args), *self._parts(named))
+        made = self._number((schema.name.rstrip("_"), self._draws if draws else 0, parts))
+        source = given[0] if given and schema.name in _COPIES and _is_whole(given[0]) else None
+        copied_from = None if source is None else self._storage(source)
         out = function(*args, **named)
-        results = tensors_of(out)
-        for number, each in enumerate(results):
-            if not _has_storage(each):
+        for number, each in enumerate(tensors_of(out)):
+            key = each.untyped_storage()._cdata if _has_storage(each) else None
+            if key is None or key in before:
                 continue
-            key = each.untyped_storage()._cdata
-            if key not in before:
-                self._alive.append(each)
-                same = is_copy and source is not None and each.dtype == source.dtype
-                self._of_storage[key] = copied_from if same else hash((origin, number))
-        if function._schema.is_mutable:
-            for each in _written(function._schema, args, named):
-                place = tuple(each.shape), each.stride(), each.storage_offset()
-                self._of_storage[each.untyped_storage()._cdata] = hash((self._storage(each), origin, place))
-            results = [*results, *_written(function._schema, args, named)]
-        self.found.update(map(self.of, results))
+            self._alive.append(each)
+            is_same = source is not None and each.dtype == source.dtype
+            self._of_storage[key] = copied_from if is_same else _CONSTANT if is_constant else ("made", made, number)
+        for number, each in enumerate(_written(schema, args, named) if schema.is_mutable else ()):
+            if not is_constant:
+                self._write(each, ("made", made, number), args[1] if schema.name == "aten::copy_" else None)
         return out
 
-    def _arguments(self, tree: Any) -> list[object]:
-        return [self.of(each) if isinstance(each, Tensor) else each for each in leaves_of(tree, _LEAVES)]
+    def _write(self, tensor: Tensor, value: object, source: Any) -> None:
+        """Notes a write of ``value`` into a tensor, or of what the tensor ``source`` has.
+
+        A write into all of a storage makes it what the operator would have returned without writing.
+        """
+        key, place = tensor.untyped_storage()._cdata, (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        is_alike = isinstance(source, Tensor) and (source.shape, source.dtype) == (tensor.shape, tensor.dtype)
+        if is_alike and _has_storage(source):
+            if (source.untyped_storage()._cdata, source.storage_offset()) == (key, tensor.storage_offset()):
+                return  # as `x[0] += 1` ends, in which the sum is there already
+            value = self._storage(source) if _is_whole(source) else ("view", self.of(source))
+        before = self._number(("storage", self._of_storage.get(key)))
+        self._of_storage[key] = value if _is_whole(tensor) else ("written", value, place, before)
+
+    def _parts(self, tree: Any) -> Iterator[object]:
+        """Yields the arguments of an operator with their types, and in place of tensors their origins."""
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for key, value in items:
+            if isinstance(value, Tensor):
+                yield key, "tensor", self.of(value)
+            elif isinstance(value, list | tuple):
+                yield key, "list", tuple(self._parts(value))
+            elif not isinstance(value, torch.device | torch.layout | torch.Generator):
+                yield key, type(value).__name__, repr(value)
 
 
-def _hash_of(constant: Tensor) -> int:
-    with torch._C.DisableTorchFunction(), without_dispatch_modes():
-        return hash((str(constant.dtype), *constant.detach().flatten().tolist()))
+_CONSTANT = "constant"
 
 
-_LEAVES = (Tensor, nn.Parameter, int, float, bool, str, torch.dtype)
-
-
-def _written(schema: Any, args: Any, named: Any) -> list[Tensor]:
+def _written(schema: Any, args: Any, named: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the tensors that an operator writes into."""
     given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | dict(named)
     names = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     return [leaf for name in names for leaf in tensors_of(given.get(name)) if _has_storage(leaf)]
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    return _has_storage(tensor) and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -1,4 +1,4 @@
-"""Finds the layers whose weights a recorded forward reads by other code than their own forwards."""
+"""Finds the parameters that a recorded forward reads by other code than the forwards of the modules that have them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from shardwright.analysis.structure import owners
 
 
 def read_by_others(model: nn.Module, recording: Recording) -> set[str]:
-    """Returns the paths of the modules of which another module's code reads a parameter, as a sum over all weights.
+    """Returns the names of the parameters that another module's code reads, as a sum over all weights does.
 
-    The output layer of an ``nn.MultiheadAttention``, whose weights that module reads, is not among them.
+    Those of the output layer of an ``nn.MultiheadAttention``, which that module reads, are not among them.
 
     >>> import torch
     >>> from shardwright.analysis.record_forward import record_forward
@@ -22,7 +22,7 @@ def read_by_others(model: nn.Module, recording: Recording) -> set[str]:
     ...         return super().forward(x), self[0].weight.norm()
     >>> model = Penalized(nn.Linear(4, 8), nn.Linear(8, 2)).to("meta")
     >>> read_by_others(model, record_forward(model, torch.empty(2, 4, device="meta")))
-    {'0'}
+    {'0.weight'}
     """
     users, readers = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
     for call in recording.calls:
@@ -34,4 +34,4 @@ def read_by_others(model: nn.Module, recording: Recording) -> set[str]:
         around = path.rpartition(".")[0]
         if path and isinstance(model.get_submodule(around), nn.MultiheadAttention):
             users[name].add(around)
-    return {path for name, paths in users.items() if readers[name] - paths for path in paths}
+    return {name for name, paths in users.items() if readers[name] - paths}

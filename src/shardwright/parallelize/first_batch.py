@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwright.analysis.call_graph import weights_by_module
 from shardwright.analysis.draws import FIRST, Draws, draws_as_known
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.weight_readers import read_by_others
@@ -89,18 +88,17 @@ def _check_readers(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
         recording = graph.run.recording
     except Exception:  # of the user's model, without values: it is not recorded, and a warning says so
         return
-    first, names = dict.fromkeys(plan.mesh.axes, 0), weights_by_module(model)
+    first = dict.fromkeys(plan.mesh.axes, 0)
     stages = [each for each in mesh_axes("stages") if each in first]
-    for path in sorted(read_by_others(model, recording)):
-        for name in (each for each in names[path] if each in plan.compute):
-            held = reduce(TensorLayout.on_all, stages, plan.compute[name])
-            if held.local_shape(first) != held.shape:
-                raise PlanError(
-                    f"other code than the layer reads '{name}', of which each rank has a part",
-                    given=f"a forward that computes something else with it, under {plan.layout}",
-                    allowed="layers whose weights they alone read; with an example, others stay whole on every rank",
-                    fix=EXAMPLE,
-                )
+    for name in sorted(read_by_others(model, recording) & plan.compute.keys()):
+        held = reduce(TensorLayout.on_all, stages, plan.compute[name])
+        if held.local_shape(first) != held.shape:
+            raise PlanError(
+                f"other code than the layer reads '{name}', of which each rank has a part",
+                given=f"a forward that computes something else with it, under {plan.layout}",
+                allowed="layers whose weights they alone read; with an example, others stay whole on every rank",
+                fix=EXAMPLE,
+            )
 
 
 def _graph(model: nn.Module, inputs: Any) -> ModelGraph:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dis
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,9 +30,9 @@ class Stages:
     opened: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-    compared: tuple[str, ...] | None = None
-    """The arguments, as in ``given`` of :func:`trace`, with which the traced calls were held against the forward on an
-    example; None if there was none."""
+    compared: tuple[tuple[str, ...], tuple[bool, ...]] | None = None
+    """The arguments, as in ``given`` of :func:`trace`, and the modes of all modules with which the traced calls were
+    held against the forward on an example; None if there was none."""
 
     def called(self) -> frozenset[str]:
         """Returns the names of all modules that the stages call."""
@@ -73,7 +71,7 @@ class Stages:
         for _, site in sites(graph):
             if site is None or site in chunk_of:
                 continue
-            if site in known and keeps_nothing(self.model.get_submodule(site.module)):
+            if site in known:
                 continue  # on the inputs alone: each stage that needs the result makes this call itself
             if site.module in last_chunk:
                 chunk_of[site] = last_chunk[site.module]
@@ -100,20 +98,6 @@ def _is_called_now(module: str, given: Sequence[str]) -> LayoutError:
         given=f"the arguments {', '.join(given)}, in training or evaluation",
         allowed="calls of modules that are called in training, on inputs of the form of the example",
         fix=f"give these arguments in the example, so that stages are cut with them too: {EXAMPLE}",
-    )
-
-
-def keeps_nothing(module: nn.Module) -> bool:
-    """Returns whether a module has no weights, buffers or dropout, and no forward in it assigns an attribute.
-
-    Then calls of it on several stages give the same result.
-    """
-    codes = (getattr(inspect.unwrap(type(each).forward), "__code__", None) for each in module.modules())
-    return is_stateless(module) and not any(
-        instruction.opname == "STORE_ATTR"
-        for code in codes
-        if code is not None
-        for instruction in dis.get_instructions(code)
     )
 
 

@@ -55,8 +55,10 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
             why = unlike_code(job.model, found.chunked, job.example)
         if why:
             found = None
-            raise not_followed(job.model, why)
-        found = replace(found, compared=None if job.example is None else arguments_given(job.model, job.example))
+            raise not_followed(job.model, why, has_example=job.example is not None)
+        if job.example is not None:
+            modes = tuple(module.training for module in job.model.modules())
+            found = replace(found, compared=(arguments_given(job.model, job.example), modes))
         if not found.gives_dict and (not found.unread or _most_work(found) <= MOST_OF_ONE):
             return found
     except (UnknownCodeError, PlanError) as error:  # unknown code, or inputs that it takes as *args or **kwargs
@@ -64,7 +66,8 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
     except LayoutError:
         raise
     except Exception as error:  # of the user's own code, on other values than it makes itself: it was followed wrongly
-        failure = not_followed(job.model, f"{type(error).__name__}: {first_line(error)}{line_of(error)}")
+        why = f"{type(error).__name__}: {first_line(error)}{line_of(error)}"
+        failure = not_followed(job.model, why, has_example=job.example is not None)
         failure.__cause__ = error
     others = {factor.axis for factor in plan.layout.factors} - {"pp", "dp"}
     if job.example is not None and not others:

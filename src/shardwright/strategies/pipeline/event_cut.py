@@ -29,6 +29,7 @@ from shardwright.analysis.forward_record import ForwardEvent, ForwardRecord
 from shardwright.analysis.kept_attributes import changed_attributes, kept_attributes
 from shardwright.analysis.marked_inputs import hint_of_samples
 from shardwright.analysis.meta_values import ValueReadError
+from shardwright.analysis.same_results import keeping_modules
 from shardwright.analysis.structure import has_backward_hooks, has_hooks
 from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError, PlanError
@@ -148,8 +149,9 @@ def _cut(
         deciding = {found.events[number].name for number in found.deciding} - escaped - {*closed}
         deciding = {path for path in deciding if not is_layer_of_torch(model.get_submodule(path))}
         # what one call of a unit leaves in the module for another one, that one needs on its own stage
-        keeping = {path for path in units - escaped - {*closed} if len(found.calls[path]) > 1}
-        keeping = {path for path in keeping if any(f"{each}.".startswith(f"{path}.") for each in changed)}
+        called = [path for path in sorted(units - escaped - {*closed}) if len(found.calls[path]) > 1]
+        changing = [path for path in called if any(f"{each}.".startswith(f"{path}.") for each in changed)]
+        keeping = {*keeping_modules(model, inputs, changing)}
         if not out_of | deciding | keeping:
             break
         escaped |= out_of | deciding | keeping

@@ -79,11 +79,12 @@ def check_same_code(axis: Axis, lines: Sequence[str]) -> None:
     )
 
 
-def not_followed(model: nn.Module, why: str) -> UnknownCodeError:
+def not_followed(model: nn.Module, why: str, *, has_example: bool) -> UnknownCodeError:
     """Returns the error for code of which the traced calls do something else than it does itself, as ``why`` says."""
+    record = "" if has_example else f"{EXAMPLE}; or "
     return UnknownCodeError(
         f"the code of {type(model).__name__} is not followed as it runs",
         given=why,
         allowed="code that torch can trace, or an example of the inputs, on which the forward is recorded",
-        fix=f"{EXAMPLE}; or leave out pp",
+        fix=f"{record}leave out pp",
     )

@@ -149,6 +149,8 @@ class TensorParallel:
             return known  # parts would cut samples alone, which stages of known layers do too
         share = share_cut(known)
         least = max(LEAST_SHARE, min(2 * share, share + GAIN))  # what is gained must be worth the mode
+        if READ_BY_OTHERS in apart.values():  # parts may be cut of what the layers' own forwards do not read alone
+            least = max(LEAST_SHARE, share)
         if share >= ENOUGH and any(isinstance(m, nn.MultiheadAttention) or has_hooks(m) for m in job.model.modules()):
             least = 2.0  # no gain is enough
         # of other code a record tells whether it reads the weights of the layers that would be cut
@@ -182,7 +184,8 @@ class TensorParallel:
             )
         by_sample = {name.rpartition(".")[0] for name in run.parameters_by_sample} if mode.row_axes else set()
         found |= dict.fromkeys(sorted(by_sample), "it is called for one sample after another")
-        found |= dict.fromkeys(sorted(read_by_others(job.model, run.recording)), "its weights are read by other code")
+        read = read_by_others(job.model, run.recording)
+        found |= {path: READ_BY_OTHERS for path, _, _, name in owners(job.model) if path and name in read}
         used, called = run.recording.parameters_used, {call.module for call in calls}
         hidden = {call.module for call in calls if call.is_hidden}
         for path, _, _, name in owners(job.model):
@@ -221,6 +224,10 @@ class TensorParallel:
     def traffic_cuts(self, plan: Plan) -> TrafficCuts:
         """Returns the cuts of features, and the gathers and cuts of rows, that :meth:`traffic` reads from the plan."""
         return traffic_cuts(plan)
+
+
+READ_BY_OTHERS = "its weights are read by other code"
+"""Why a layer stays whole if its own forward is not all that reads its weights."""
 
 
 def _cuts_little_work(known: Plan, job: Job) -> bool:
