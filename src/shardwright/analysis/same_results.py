@@ -166,7 +166,7 @@ def _origins(
                 raise
             return _origins(model, call, inputs, numbers, values=True)
     own = _copy_of(model)
-    mode = _Origins(numbers, [*own.parameters(), *own.buffers(), *tensors_of(inputs)])
+    mode = _OperatorFollower(numbers, [*own.parameters(), *own.buffers(), *tensors_of(inputs)])
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(on_meta(own, values=values))
@@ -185,7 +185,7 @@ def _copy_of(model: nn.Module) -> nn.Module:
     return copied(model, memo)
 
 
-class _Origins(DispatchMode):
+class _OperatorFollower(DispatchMode):
     """Numbers tensors by the operators that have made them, and storages, whose numbers change with each write.
 
     The number of a tensor follows from its storage and its place there, so a view needs no operator. ``numbers`` has
