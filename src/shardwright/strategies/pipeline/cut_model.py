@@ -13,6 +13,7 @@ from torch import nn
 from shardwright.analysis.arguments import arguments_given
 from shardwright.analysis.reached import tensors_outside
 from shardwright.analysis.same_results import unlike_code
+from shardwright.analysis.structure import is_known
 from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError, PlanError, UnknownCodeError
 from shardwright.formatting import first_line
@@ -97,7 +98,7 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
 
 def _held_elsewhere(model: nn.Module) -> str:
     """Returns which code holds a parameter of another module, of which traced calls do not say who reads it; or ""."""
-    held = tensors_outside(model)
+    held = {} if all(map(is_known, model.modules())) else tensors_outside(model)
     for name, parameter in model.named_parameters() if held else ():
         place, owner = held.get(id(parameter), ""), name.rpartition(".")[0]
         if place and owner and not place.startswith(f"{owner}."):
