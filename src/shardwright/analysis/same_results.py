@@ -23,10 +23,10 @@ from shardwright.analysis.call_graph import ChunkedModel, prepare, run, sites
 from shardwright.analysis.copying import copied
 from shardwright.analysis.device_moves import OnMeta
 from shardwright.analysis.draws import draws_as_known
-from shardwright.analysis.kept_attributes import own_attributes
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model, may_read_values
 from shardwright.analysis.operator_results import tensors_of
+from shardwright.analysis.own_attributes import own_attributes
 from shardwright.analysis.structure import is_known
 from shardwright.analysis.tracer import line_of
 from shardwright.dispatch_mode import DispatchMode
@@ -78,15 +78,17 @@ def unlike_code(model: nn.Module, chunked: ChunkedModel, inputs: Any) -> str:
             chunks.setdefault(str(node.target), set()).add(chunk)
     paths = [path for path, several in chunks.items() if len(several) > 1]
     kept = keeping_modules(model, given, paths)
-    return f"a call of '{kept[0]}' in one chunk keeps something for its call in another" if kept else ""
+    return f"a call of '{min(kept)}' in one chunk keeps something for its call in another" if kept else ""
 
 
 def _run_whole(whole: ChunkedModel, inputs: Any, model: nn.Module) -> Any:
     return run(prepare(model, whole, 0), bind(whole, inputs))
 
 
-def keeping_modules(model: nn.Module, inputs: Any, paths: list[str]) -> list[str]:
+def keeping_modules(model: nn.Module, inputs: Any, paths: list[str]) -> dict[str, str]:
     """Returns those of the modules ``paths`` that keep something from one call for another one of the same forward.
+
+    With each comes the name of a number or text among its attributes that a call has changed, "" if there is none.
 
     They do if the forward gives another output, or raises, where each call of the module finds the attributes that it
     had before the forward: a count that nothing reads, or a table that each call would make alike, makes no difference.
@@ -102,29 +104,33 @@ def keeping_modules(model: nn.Module, inputs: Any, paths: list[str]) -> list[str
     ...         return x
     >>> model = nn.Sequential(twice := Twice(), nn.ReLU(), twice).to("meta")
     >>> keeping_modules(model, torch.ones(2, 3, device="meta"), ["0", "1"])
-    ['0']
+    {'0': 'calls'}
     """
     own = [path for path in paths if not all(map(is_known, model.get_submodule(path).modules()))]
     if not own:
-        return []
+        return {}
     numbers: dict[object, Origin] = {}
     try:
         wanted, values = _origins(model, lambda each: call_model(each, inputs), inputs, numbers)
     except Exception:  # of the user's own code, without values
-        return []
-    found = []
+        return {}
+    found: dict[str, str] = {}
     for path in own:
+        changed: list[str] = []
         try:
-            alone, _ = _origins(model, partial(_call_apart, path, inputs), inputs, numbers, values=values)
+            alone, _ = _origins(model, partial(_call_apart, path, inputs, changed), inputs, numbers, values=values)
         except Exception:  # of a call that lacks what another one would have left
             alone = None
         if alone != wanted:
-            found.append(path)
+            found[path] = changed[0] if changed else ""
     return found
 
 
-def _call_apart(path: str, inputs: Any, model: nn.Module) -> Any:
-    """Calls a model of which each call of the module at ``path`` finds the attributes that it has now."""
+def _call_apart(path: str, inputs: Any, changed: list[str], model: nn.Module) -> Any:
+    """Calls a model of which each call of the module at ``path`` finds the attributes that it has now.
+
+    The names of numbers and texts that a call leaves with other values are appended to ``changed``.
+    """
     module = model.get_submodule(path)
     before = {each: _attributes(each) for each in module.modules()}
 
@@ -134,7 +140,14 @@ def _call_apart(path: str, inputs: Any, model: nn.Module) -> Any:
                 delattr(each, name)
             vars(each).update({name: _held_again(value) for name, value in kept.items()})
 
+    def compare(*_: Any) -> None:
+        for each, kept in before.items():
+            now = _attributes(each)
+            plain = (name for name, value in now.items() if isinstance(value, bool | int | float | str))
+            changed.extend(name for name in plain if name not in kept or now[name] != kept[name])
+
     module.register_forward_pre_hook(restore)
+    module.register_forward_hook(compare)
     return call_model(model, inputs)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isclose
+from math import isclose, isfinite
 
 from shardwright.analysis.operator_results import leaves_of
 from shardwright.analysis.recording import RecordedCall, Recording
@@ -36,7 +36,7 @@ def differ(call: RecordedCall, other: RecordedCall) -> bool:
 
 
 def _numbers(call: RecordedCall) -> Iterator[float]:
-    return (each for each in leaves_of((call.args, call.named), (int, float)) if each)
+    return (each for each in leaves_of((call.args, call.named), (int, float)) if each and isfinite(each))
 
 
 def _may_be_of(value: float, number: int) -> bool:

@@ -26,7 +26,6 @@ from shardwright.analysis.draw_calls import DrawCall
 from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import record_events
 from shardwright.analysis.forward_record import ForwardEvent, ForwardRecord
-from shardwright.analysis.kept_attributes import changed_attributes, kept_attributes
 from shardwright.analysis.marked_inputs import hint_of_samples
 from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.same_results import keeping_modules
@@ -137,9 +136,7 @@ def _cut(
     while True:
         opened = opened_modules(model, record, num_chunks, names, closed, finest) | escaped
         units = units_of(model, record, opened)
-        kept = kept_attributes(model)
         found, _ = _recorded(model, inputs, units)
-        changed = {path for path, _ in changed_attributes(kept, kept_attributes(model))}
         out_of = {found.events[number].name for number in found.escaping}
         for path in out_of:
             module = model.get_submodule(path)
@@ -150,11 +147,13 @@ def _cut(
         deciding = {path for path in deciding if not is_layer_of_torch(model.get_submodule(path))}
         # what one call of a unit leaves in the module for another one, that one needs on its own stage
         called = [path for path in sorted(units - escaped - {*closed}) if len(found.calls[path]) > 1]
-        changing = [path for path in called if any(f"{each}.".startswith(f"{path}.") for each in changed)]
-        keeping = {*keeping_modules(model, inputs, changing)}
-        if not out_of | deciding | keeping:
+        keeping = keeping_modules(model, inputs, called)
+        for path, counter in keeping.items():
+            if counter:
+                raise _counts(f"{path}.{counter}")
+        if not out_of | deciding | keeping.keys():
             break
-        escaped |= out_of | deciding | keeping
+        escaped |= out_of | deciding | keeping.keys()
     for (path, name), value in _settings(model).items():
         if before.get((path, name), value) != value and path in opened:
             raise _counts(f"{path}.{name}".lstrip("."))

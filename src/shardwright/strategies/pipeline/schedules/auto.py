@@ -46,7 +46,7 @@ def search(
     >>> uneven = ChunkTimes(forward_s=(1, 3), input_s=(1, 3), weight_s=(1, 3))
     >>> schedule, timeline = search(2, 4, [uneven, ChunkTimes.equal(4, 1, 1, 1)])
     >>> schedule.num_chunks, timeline.makespan_s
-    (4, 25)
+    (4, 25.0)
     """
     check_at_least("num_stages", num_stages, 1, fix="a pipeline has one stage or more: set pp=1")
     check_at_least("num_microbatches", num_microbatches, 1, fix=f"start at {4 * num_stages}, four for each stage")
