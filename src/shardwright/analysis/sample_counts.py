@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isclose, isfinite
+from math import isclose
 
 from shardwright.analysis.operator_results import leaves_of
 from shardwright.analysis.recording import RecordedCall, Recording
+
+LARGEST = 2.0**53
+"""A number that is larger, as a mask's least value, is no count."""
 
 _ARITHMETIC = frozenset(("add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "pow", "remainder"))
 
@@ -36,7 +39,7 @@ def differ(call: RecordedCall, other: RecordedCall) -> bool:
 
 
 def _numbers(call: RecordedCall) -> Iterator[float]:
-    return (each for each in leaves_of((call.args, call.named), (int, float)) if each and isfinite(each))
+    return (each for each in leaves_of((call.args, call.named), (int, float)) if each and abs(each) < LARGEST)
 
 
 def _may_be_of(value: float, number: int) -> bool:
