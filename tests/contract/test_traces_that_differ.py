@@ -146,6 +146,11 @@ def test_what_one_call_of_a_module_leaves_for_another_reaches_its_stage(line, is
     assert verdict.equal, str(verdict)
 
 
+def test_without_an_example_what_a_call_leaves_for_another_is_named():
+    with pytest.raises(UnknownCodeError, match="a call of 'norm' in one chunk keeps something for its call in another"):
+        first_loss(Forecast(is_traced=True), "pp2/1f1b mb4")
+
+
 class InTurns(nn.Module):
     def __init__(self):
         super().__init__()

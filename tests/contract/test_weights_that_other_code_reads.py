@@ -91,23 +91,26 @@ class Holding(nn.Module):
 
 
 class HoldsPenalty(nn.Module):
-    def __init__(self):
+    """Has a module that holds parameters of its layers, or one of its own."""
+
+    def __init__(self, whose):
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        self.penalty = Holding([*self.layers.parameters()])
+        self.layers, self.scale = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), nn.Parameter(torch.ones(8))
+        self.penalty = Holding([*self.layers.parameters()] if whose == "layers" else [self.scale])
 
     def forward(self, x):
-        return self.layers(x) * (1 + 0.1 * self.penalty())
+        return self.layers(x * self.scale) * (1 + 0.1 * self.penalty())
 
 
+@pytest.mark.parametrize("whose", ["layers", "the model"])
 @pytest.mark.parametrize("line", ["pp2/1f1b mb2", "pp4/zb-h1 mb4"])
-def test_stages_update_parameters_that_another_module_holds(line):
+def test_stages_update_parameters_that_another_module_holds(line, whose):
     torch.manual_seed(0)
     batches = [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(3)]
-    verdict = sw.verify(HoldsPenalty(), line, batches, loss=MeanSquaredError())
+    verdict = sw.verify(HoldsPenalty(whose), line, batches, loss=MeanSquaredError())
     assert verdict.equal, str(verdict)
-    with pytest.raises(LayoutError, match="held by"):
-        losses(HoldsPenalty(), line)
+    with pytest.raises(LayoutError, match="holds the parameter"):
+        losses(HoldsPenalty(whose), line)
 
 
 class Relative(nn.Module):
@@ -139,3 +142,60 @@ def test_a_parameter_that_modules_get_as_an_argument_is_unsharded_for_them(line)
     batches = [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(2)]
     verdict = sw.verify(SharesTable(), line, batches, loss=MeanSquaredError())
     assert verdict.equal, str(verdict)
+
+
+class ReadsBias(nn.Module):
+    """Reads a bias that every rank has whole, beside weights of which ranks have parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+
+    def forward(self, x):
+        return self.layers(x) + self.layers[2].bias
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_a_whole_parameter_of_a_layer_that_is_cut_may_be_read(sees):
+    torch.manual_seed(0)
+    wanted, found = losses(ReadsBias(), "pp2/1f1b mb2 tp2", sees=sees)
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+class Measures(nn.Module):
+    """Divides by how many elements its weights have, of which a rank may have fewer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+
+    def forward(self, x):
+        return self.layers(x) * (100 / sum(each.shape[0] for each in self.layers.parameters()))
+
+
+def test_a_layer_whose_shape_other_code_reads_is_cut_so_that_it_finds_the_whole_one_or_not_at_all():
+    torch.manual_seed(0)
+    wanted, found = losses(Measures(), "tp2", sees=True)
+    assert found == pytest.approx(wanted, rel=1e-6)
+    with pytest.raises(PlanError, match="other code than the layer reads"):
+        losses(Measures(), "tp2")
+
+
+class Tied(nn.Module):
+    """Uses its table as the output layer, by a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(300, 64), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        return functional.linear(x + self.down(self.up(x).relu()), self.table.weight)
+
+
+def test_a_table_that_code_uses_as_the_output_layer_is_cut_by_parts():
+    batch = torch.randint(300, (4, 6)), torch.randint(300, (4, 6))
+    loss = sw.MeanLoss(lambda output, targets: functional.cross_entropy(output.transpose(1, 2), targets))
+    verdict = sw.verify(Tied(), "tp2", [batch, batch], loss=loss)
+    assert verdict.equal, str(verdict)
+    assert verdict.shares["tp2"] > 0.9

@@ -21,7 +21,7 @@ from shardwright.layout import Layout
 from shardwright.models import GPT, CrossEntropy, GPTConfig, MLPConfig, build_mlp
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.initialization import place_parameters
-from shardwright.parallelize.optimizer_check import is_elementwise
+from shardwright.parallelize.optimizer_check import _trial, is_elementwise
 from shardwright.parallelize.planning import make_plan, structural_copy
 from shardwright.plan.batch_shard import microbatch_samples
 from shardwright.plan.plan import Job
@@ -425,6 +425,25 @@ class _UnderConditions(torch.optim.Optimizer):
 def test_an_optimizer_that_looks_at_whole_tensors_under_conditions_is_refused(way):
     assert is_elementwise(_UnderConditions, {"way": way}) == (way == "each element alone")
     assert is_elementwise(_UnderConditions, {"way": way}, whole=True)
+
+
+class _Overflows(torch.optim.Optimizer):
+    """Computes numbers that are none, in each element alone."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad.exp().exp()).mul_(p - p)
+
+
+def test_the_trial_of_optimizers_is_on_the_cpu_and_takes_numbers_that_overflow():
+    _trial.cache_clear()
+    with torch.device("meta"):
+        assert {each.device.type for each in (_trial()[0], *_trial()[1])} == {"cpu"}
+    assert is_elementwise(_Overflows, {})
 
 
 class _ByNorm(torch.optim.Optimizer):

@@ -65,7 +65,10 @@ def code_caches_put_back(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]
     taken = list[tuple[str, Tensor]]()
 
     def note(value: Any, name: str, holder: Any = None) -> None:
-        """Adds the meta tensors in ``value`` to ``taken``: under the name of the variable ``holder``, or ``name``."""
+        """Adds each meta tensor in ``value`` to ``taken``, with the name of the variable that refers to ``holder``.
+
+        Without a holder, or without such a variable, ``name`` is the name.
+        """
         variables = (item for held in (*names, *map(vars, classes)) for item in list(held.items()))
         name = next((each for each, other in variables if other is holder), name) if holder is not None else name
         taken.extend((name, leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_meta)

@@ -20,25 +20,14 @@ VIEWS = frozenset((
     "unsqueeze", "view", "view_as",
 ))  # fmt: skip
 """Names of functions and methods whose result may share memory with their first argument."""
-PLAIN = frozenset(("and_", "or_", "not_", "is_"))
-"""Functions of ``operator`` that write nothing: their names end so because the words are Python's."""
-OPERATORS = frozenset(
-    (
-        "iadd",
-        "iand",
-        "ifloordiv",
-        "imatmul",
-        "imod",
-        "imul",
-        "ior",
-        "ipow",
-        "isub",
-        "itruediv",
-        "ixor",
-        "ilshift",
-        "irshift",
-    )
-)
+OPERATORS = frozenset((
+    "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub", "itruediv",
+    "ixor",
+))  # fmt: skip
+"""The functions of ``operator`` that write into their first argument. A ``_`` at the end of a name, as of ``and_``,
+says nothing there."""
+MARKS = frozenset(("requires_grad_", "share_memory_"))
+"""Methods of tensors whose names end like those of writes, and that change no value."""
 
 
 def put(tensor: Tensor, place: Any, value: Any) -> Tensor:
@@ -69,7 +58,10 @@ def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
     if not isinstance(first, fx.Node):
         return None
     name = name_of(node)
-    in_place = (name.endswith("_") and name not in PLAIN and not name.endswith("__")) or name in OPERATORS
+    if getattr(node.target, "__module__", "") == operator.add.__module__:
+        in_place = name in OPERATORS
+    else:
+        in_place = name.endswith("_") and not name.endswith("__") and name not in MARKS
     in_place = in_place or node.target is put
     in_place = in_place or (node.op == "call_function" and node.kwargs.get("inplace") is True)
     if node.op == "call_module":

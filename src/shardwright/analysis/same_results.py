@@ -31,15 +31,16 @@ from shardwright.analysis.structure import is_known
 from shardwright.analysis.tracer import line_of
 from shardwright.dispatch_mode import DispatchMode
 from shardwright.formatting import first_line
+from shardwright.operator_schemas import written_arguments
 
 _COPIES = frozenset(("aten::clone", "aten::contiguous", "aten::_to_copy", "aten::lift_fresh", "aten::lift_fresh_copy"))
-"""Operators whose result is their first operand."""
+"""Operators that copy their first operand, and change at most its dtype or its strides."""
 
 Origin = int
 """A number that is equal for tensors that the same operators have made of the same tensors."""
 
 
-def unlike_code(model: nn.Module, chunked: ChunkedModel, inputs: Any) -> str:
+def difference_from_forward(model: nn.Module, chunked: ChunkedModel, inputs: Any) -> str:
     """Returns how the traced calls of a model, in their chunks, compute something else than its forward; "" if not.
 
     They do if their output is made by other operators, or if a module that several chunks call keeps something from
@@ -51,9 +52,9 @@ def unlike_code(model: nn.Module, chunked: ChunkedModel, inputs: Any) -> str:
     ...     def forward(self, x):
     ...         return super().forward(x) * 2 if hasattr(x, "shift") else super().forward(x)
     >>> model = nn.Sequential(Shifted(3, 3), nn.ReLU()).to("meta")
-    >>> unlike_code(model, ChunkedModel(read_graph(model, ["0"]), {}, 1), torch.ones(2, 3))
+    >>> difference_from_forward(model, ChunkedModel(read_graph(model, ["0"]), {}, 1), torch.ones(2, 3))
     'the traced calls give another output than the forward'
-    >>> unlike_code(model, ChunkedModel(read_graph(model), {CallSite("0"): 0}, 1), torch.ones(2, 3))
+    >>> difference_from_forward(model, ChunkedModel(read_graph(model), {CallSite("0"): 0}, 1), torch.ones(2, 3))
     ''
     """
     if all(map(draws_as_known, model.modules())):
@@ -77,7 +78,7 @@ def unlike_code(model: nn.Module, chunked: ChunkedModel, inputs: Any) -> str:
         if node.op == "call_module":
             chunks.setdefault(str(node.target), set()).add(chunk)
     paths = [path for path, several in chunks.items() if len(several) > 1]
-    kept = keeping_modules(model, given, paths)
+    kept = _keeping_state(model, given, paths, numbers, wanted, values=values)
     return f"a call of '{min(kept)}' in one chunk keeps something for its call in another" if kept else ""
 
 
@@ -85,13 +86,13 @@ def _run_whole(whole: ChunkedModel, inputs: Any, model: nn.Module) -> Any:
     return run(prepare(model, whole, 0), bind(whole, inputs))
 
 
-def keeping_modules(model: nn.Module, inputs: Any, paths: list[str]) -> dict[str, str]:
-    """Returns those of the modules ``paths`` that keep something from one call for another one of the same forward.
+def modules_keeping_state(model: nn.Module, inputs: Any, paths: list[str]) -> dict[str, str]:
+    """Returns the modules among ``paths`` of which one call leaves something in an attribute that another call needs.
 
-    With each comes the name of a number or text among its attributes that a call has changed, "" if there is none.
-
-    They do if the forward gives another output, or raises, where each call of the module finds the attributes that it
-    had before the forward: a count that nothing reads, or a table that each call would make alike, makes no difference.
+    Both calls are of one forward. For each such module the result has the name of an attribute, a number or a text,
+    that a call changes, or "" if it changes others alone, such as tensors. A module counts if the forward gives another
+    output, or raises, where each of its calls finds the attributes as they were before the forward. So a count that
+    nothing reads does not count, nor a table that each call would make alike.
 
     >>> class Twice(nn.Module):
     ...     def __init__(self):
@@ -103,22 +104,33 @@ def keeping_modules(model: nn.Module, inputs: Any, paths: list[str]) -> dict[str
     ...         self.mean = x.mean()
     ...         return x
     >>> model = nn.Sequential(twice := Twice(), nn.ReLU(), twice).to("meta")
-    >>> keeping_modules(model, torch.ones(2, 3, device="meta"), ["0", "1"])
+    >>> modules_keeping_state(model, torch.ones(2, 3, device="meta"), ["0", "1"])
     {'0': 'calls'}
     """
-    own = [path for path in paths if not all(map(is_known, model.get_submodule(path).modules()))]
-    if not own:
-        return {}
     numbers: dict[object, Origin] = {}
+    own = _of_own_code(model, paths)
     try:
-        wanted, values = _origins(model, lambda each: call_model(each, inputs), inputs, numbers)
+        wanted, values = _origins(model, lambda each: call_model(each, inputs), inputs, numbers) if own else ([], False)
     except Exception:  # of the user's own code, without values
         return {}
+    return _keeping_state(model, inputs, own, numbers, wanted, values=values)
+
+
+def _of_own_code(model: nn.Module, paths: list[str]) -> list[str]:
+    """Returns those of ``paths`` at which there is a module that is neither torch's nor this library's, or has one."""
+    return [path for path in paths if not all(map(is_known, model.get_submodule(path).modules()))]
+
+
+def _keeping_state(
+    model: nn.Module, inputs: Any, paths: list[str], numbers: dict[object, Origin], wanted: list[Origin], *,
+    values: bool,
+) -> dict[str, str]:  # fmt: skip
+    """Returns :func:`modules_keeping_state`, with the origins ``wanted`` of the output of a forward as it is."""
     found: dict[str, str] = {}
-    for path in own:
+    for path in _of_own_code(model, paths):
         changed: list[str] = []
         try:
-            alone, _ = _origins(model, partial(_call_apart, path, inputs, changed), inputs, numbers, values=values)
+            alone, _ = _origins(model, partial(_call_isolated, path, inputs, changed), inputs, numbers, values=values)
         except Exception:  # of a call that lacks what another one would have left
             alone = None
         if alone != wanted:
@@ -126,23 +138,24 @@ def keeping_modules(model: nn.Module, inputs: Any, paths: list[str]) -> dict[str
     return found
 
 
-def _call_apart(path: str, inputs: Any, changed: list[str], model: nn.Module) -> Any:
+def _call_isolated(path: str, inputs: Any, changed: list[str], model: nn.Module) -> Any:
     """Calls a model of which each call of the module at ``path`` finds the attributes that it has now.
 
     The names of numbers and texts that a call leaves with other values are appended to ``changed``.
     """
     module = model.get_submodule(path)
-    before = {each: _attributes(each) for each in module.modules()}
+    before = {each: {name: _shallow_copy(value) for name, value in own_attributes(each).items()}
+              for each in module.modules()}  # fmt: skip
 
     def restore(*_: Any) -> None:
         for each, kept in before.items():
-            for name in [*_attributes(each)]:
+            for name in own_attributes(each):
                 delattr(each, name)
-            vars(each).update({name: _held_again(value) for name, value in kept.items()})
+            vars(each).update({name: _shallow_copy(value) for name, value in kept.items()})
 
     def compare(*_: Any) -> None:
         for each, kept in before.items():
-            now = _attributes(each)
+            now = own_attributes(each)
             plain = (name for name, value in now.items() if isinstance(value, bool | int | float | str))
             changed.extend(name for name in plain if name not in kept or now[name] != kept[name])
 
@@ -151,11 +164,7 @@ def _call_apart(path: str, inputs: Any, changed: list[str], model: nn.Module) ->
     return call_model(model, inputs)
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: _held_again(value) for name, value in own_attributes(module).items()}
-
-
-def _held_again(value: Any) -> Any:
+def _shallow_copy(value: Any) -> Any:
     """Returns a copy of a container or an object with attributes that holds the same, and any other value itself."""
     is_container = isinstance(value, list | dict | set)
     is_plain = hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type) and not callable(value)
@@ -174,7 +183,7 @@ def _origins(
     if values is None:
         try:
             return _origins(model, call, inputs, numbers, values=False)
-        except Exception:
+        except Exception:  # of the user's own code, which may read values
             if not may_read_values(model):
                 raise
             return _origins(model, call, inputs, numbers, values=True)
@@ -192,7 +201,7 @@ def _origins(
 
 def _copy_of(model: nn.Module) -> nn.Module:
     """Returns a copy of a model whose tensors are views of the model's, so that code may replace what they show."""
-    others = [*model.buffers(), *tensors_of([[*_attributes(each).values()] for each in model.modules()])]
+    others = [*model.buffers(), *tensors_of([[*own_attributes(each).values()] for each in model.modules()])]
     memo: dict[int, Any] = {id(each): each.detach() for each in others}
     memo |= {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in model.parameters()}
     return copied(model, memo)
@@ -257,15 +266,17 @@ class _OperatorFollower(DispatchMode):
             self._alive.append(each)
             is_same = source is not None and each.dtype == source.dtype
             self._of_storage[key] = copied_from if is_same else _CONSTANT if is_constant else ("made", made, number)
-        for number, each in enumerate(_written(schema, args, named) if schema.is_mutable else ()):
-            if not is_constant:
+        for number, each in enumerate(written_arguments(function, args, named, Tensor)):
+            if _has_storage(each) and not is_constant:
                 self._write(each, ("made", made, number), args[1] if schema.name == "aten::copy_" else None)
         return out
 
     def _write(self, tensor: Tensor, value: object, source: Any) -> None:
-        """Notes a write of ``value`` into a tensor, or of what the tensor ``source`` has.
+        """Gives the storage of a tensor another number after an operator has written into the tensor.
 
-        A write into all of a storage makes it what the operator would have returned without writing.
+        ``value`` stands for what the operator computed. If it copied from a tensor ``source`` of the same shape and
+        dtype, the number follows from that tensor's instead. After a write into all of its storage a tensor counts as
+        what the operator would have returned without writing.
         """
         key, place = tensor.untyped_storage()._cdata, (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
         is_alike = isinstance(source, Tensor) and (source.shape, source.dtype) == (tensor.shape, tensor.dtype)
@@ -289,13 +300,6 @@ class _OperatorFollower(DispatchMode):
 
 
 _CONSTANT = "constant"
-
-
-def _written(schema: Any, args: Any, named: Mapping[str, Any]) -> list[Tensor]:
-    """Returns the tensors that an operator writes into."""
-    given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | dict(named)
-    names = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
-    return [leaf for name in names for leaf in tensors_of(given.get(name)) if _has_storage(leaf)]
 
 
 def _has_storage(tensor: Tensor) -> bool:

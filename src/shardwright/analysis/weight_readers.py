@@ -1,4 +1,4 @@
-"""Finds the parameters that a recorded forward reads by other code than the forwards of the modules that have them."""
+"""Finds which modules' code reads each parameter in a recorded forward, and what others read than its own module."""
 
 from __future__ import annotations
 
@@ -10,10 +10,28 @@ from shardwright.analysis.recording import Recording
 from shardwright.analysis.structure import owners
 
 
-def read_by_others(model: nn.Module, recording: Recording) -> set[str]:
-    """Returns the names of the parameters that another module's code reads, as a sum over all weights does.
+def readers_of(recording: Recording) -> defaultdict[str, set[str]]:
+    """Returns, for each parameter that a recorded forward uses, the names of the modules whose code uses it.
 
-    Those of the output layer of an ``nn.MultiheadAttention``, which that module reads, are not among them.
+    Code that asks for the shape of a parameter uses it too, and the loss, named "", those that the model returns.
+    """
+    found = defaultdict(set, {name: set(modules) for name, modules in recording.measured.items()})
+    for use in recording.outputs:
+        if use.kind == "parameter":
+            found[use.name].add("")
+    for call in recording.calls:
+        for use in call.operands:
+            if use.kind == "parameter":
+                found[use.name].add(call.module)
+    return found
+
+
+def read_by_others(model: nn.Module, recording: Recording) -> set[str]:
+    """Returns the names of the parameters that the code of another module than their own uses.
+
+    A model that adds the norms of all its weights to its output, for example, uses those of its layers. An
+    ``nn.MultiheadAttention`` computes its output projection itself, with the parameters of a layer that it never calls;
+    these are not returned.
 
     >>> import torch
     >>> from shardwright.analysis.record_forward import record_forward
@@ -24,14 +42,9 @@ def read_by_others(model: nn.Module, recording: Recording) -> set[str]:
     >>> read_by_others(model, record_forward(model, torch.empty(2, 4, device="meta")))
     {'0.weight'}
     """
-    users, readers = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
-    for call in recording.calls:
-        for use in call.operands:
-            if use.kind == "parameter":
-                readers[use.name].add(call.module)
+    users, readers = defaultdict[str, set[str]](set), readers_of(recording)
     for path, _, _, name in owners(model):
-        users[name].add(path)
         around = path.rpartition(".")[0]
-        if path and isinstance(model.get_submodule(around), nn.MultiheadAttention):
-            users[name].add(around)
+        is_inner = bool(path) and isinstance(model.get_submodule(around), nn.MultiheadAttention)
+        users[name] |= {path, around} if is_inner else {path}
     return {name for name, paths in users.items() if readers[name] - paths}

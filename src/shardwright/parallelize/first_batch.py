@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import reduce
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from shardwright.parallelize.planning import PLANNING, make_plan, num_rows, on_d
 from shardwright.parallelize.sample_checks import check_draws, cuts_batch, warn_of_counts, warn_of_means, warn_unseen
 from shardwright.plan.plan import Job, Plan
 from shardwright.rng import with_samples_in_dim_1
-from shardwright.sharding.tensor_layout import TensorLayout
 from shardwright.strategy import Strategy, check_samples_apart
 
 
@@ -84,15 +82,11 @@ def _check_readers(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
     """Raises PlanError if code reads a weight that a rank computes with a part of, outside of the layer itself."""
     if not any(role.name not in ("copied", "parts") for role in plan.roles.values()):
         return
-    try:
-        recording = graph.run.recording
-    except Exception:  # of the user's model, without values: it is not recorded, and a warning says so
+    if graph.failure:  # of which a warning tells
         return
-    first = dict.fromkeys(plan.mesh.axes, 0)
-    stages = [each for each in mesh_axes("stages") if each in first]
-    for name in sorted(read_by_others(model, recording) & plan.compute.keys()):
-        held = reduce(TensorLayout.on_all, stages, plan.compute[name])
-        if held.local_shape(first) != held.shape:
+    stages = {*mesh_axes("stages")}
+    for name in sorted(read_by_others(model, graph.run.recording) & plan.compute.keys()):
+        if not stages.issuperset(plan.compute[name].axes):
             raise PlanError(
                 f"other code than the layer reads '{name}', of which each rank has a part",
                 given=f"a forward that computes something else with it, under {plan.layout}",

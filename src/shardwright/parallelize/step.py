@@ -91,7 +91,7 @@ class TrainStep:
         self._everyone = axes["world"]
         self._joins = True  # until an output that cannot be joined from the ranks' shares
         self._told: set[str] = set()  # structures of outputs that are known to be of samples
-        # under ZeRO they are others than those of the model
+        # under ZeRO the optimizer steps shards, and the model computes with whole tensors made of them
         self._stored = {n: p for n, p in parameters.items() if p is not executor.parameters.get(n)}
         self._structure = structure_of(executor.model)
         # stages run code that was read when the model was laid out, and would not see another forward

@@ -36,7 +36,8 @@ class Schedule:
     num_microbatches: int
 
     def __hash__(self) -> int:
-        return hash((self.name, self.stage_of, self.num_microbatches))  # of thousands of actions it would take long
+        # equality compares the actions, too; hashing thousands of them for each look into a cache would take long
+        return hash((self.name, self.stage_of, self.num_microbatches))
 
     @property
     def num_stages(self) -> int:

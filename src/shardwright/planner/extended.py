@@ -20,3 +20,13 @@ def extended(at: int, fewer: Sequence[float], more: Sequence[float], low: int, h
         return tuple(fewer)
     beyond, apart = at - low, high - low
     return tuple([a + (b - a) * beyond / apart for a, b in zip(fewer, more, strict=True)])
+
+
+def at_blocks(span: Span, rehearsed: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Returns numbers, such as seconds or bytes, for all blocks of a stage, extrapolated from those for fewer blocks.
+
+    ``rehearsed`` has the numbers of two steps on the meta device, with fewer and with more blocks, or of a single one,
+    which are returned unchanged. ``span`` has the numbers of blocks of the two, and that of the stage.
+    """
+    low, high, at = span
+    return tuple(rehearsed[0]) if len(rehearsed) == 1 else extended(at, rehearsed[0], rehearsed[1], low, high)

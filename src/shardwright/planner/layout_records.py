@@ -17,7 +17,7 @@ import numpy.typing as npt
 from shardwright.cost.operators import OperatorRecord
 from shardwright.layout import Layout
 from shardwright.plan.schedule import Schedule
-from shardwright.planner.extended import Span, extended
+from shardwright.planner.extended import Span
 from shardwright.planner.moments import front_of
 from shardwright.planner.places import ActionClass, ActionOrder, action_orders, like
 from shardwright.planner.rehearse import MessageRecord, Record
@@ -67,7 +67,7 @@ class ActionShape:
 
     @cached_property
     def sends(self) -> tuple[int, ...]:
-        """The bytes of each message to the next pipeline stage."""
+        """The payload bytes of the messages to the next pipeline stage, one number for each message in their order."""
         return tuple(each.num_bytes for each in self.records if isinstance(each, MessageRecord) and each.kind == "send")
 
     def front(self, more: ActionShape) -> tuple[int, int]:
@@ -95,7 +95,7 @@ class StageRecord(NamedTuple):
     offloaded_bytes: int = 0
 
     def sends(self, slot: int) -> set[tuple[int, ...]]:
-        """Returns the bytes of each message to the next stage, for each class of forwards of chunk ``slot``."""
+        """Returns, for each different forward of the chunk ``slot``, the bytes of its messages to the next stage."""
         return {shape.sends for place, shape in self.actions.items() if place[:2] == (slot, "F")}
 
 
@@ -110,7 +110,7 @@ class StageRecords(NamedTuple):
 
     @property
     def rehearsed(self) -> tuple[StageRecord, ...]:
-        """The two, or the only one."""
+        """The rehearsals that were made: both, or ``fewer`` alone if it has all blocks of the stage."""
         return (self.fewer,) if self.more is None else (self.fewer, self.more)
 
     def span(self, blocks: Sequence[int], slot: int | None = None) -> Span:
@@ -145,12 +145,15 @@ class LayoutRecords:
 
     @cached_property
     def action_orders(self) -> tuple[ActionOrder, ...]:
-        """For each stage, the :class:`ActionClass` of each of its actions, by which like actions are looked up."""
+        """For each stage its actions in order, each as its :class:`ActionClass`.
+
+        A rehearsed action of the same class, or of the most similar one, stands for it in prices.
+        """
         return action_orders(self.schedule)
 
     @cached_property
     def step(self) -> ActionTable:
-        """What the stages do in a step, each action that differs once: what prices are computed from."""
+        """The actions of a step of all stages, in a table with each different one once, from which prices follow."""
         return _step_actions(self)
 
 
@@ -170,7 +173,7 @@ class ActionRehearsal(NamedTuple):
 
 @dataclass(frozen=True)
 class ActionTable:
-    """What the stages of a layout do in a step: the actions that differ, each once, and those of each stage."""
+    """The actions of a step of all stages: each different one once, and which of them each stage runs how often."""
 
     actions: tuple[ActionRehearsal, ...]
     of_stage: tuple[tuple[int, ...], ...]
@@ -189,16 +192,6 @@ class ActionTable:
         """How many blocks more than with fewer each action runs, and how many more the rehearsal with more; columns."""
         low, high, at = np.array([each.span for each in self.actions], dtype=np.float64).reshape(-1, 3).T[:, :, None]
         return np.where(high == low, 0, at - low), np.where(high == low, 1, high - low)
-
-
-def at_blocks(span: Span, rehearsed: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Returns numbers, such as seconds or bytes, for all blocks of a stage, extrapolated from those for fewer blocks.
-
-    ``rehearsed`` has the numbers of two steps on the meta device, with fewer and with more blocks, or of a single one,
-    which are returned unchanged. ``span`` has the numbers of blocks of the two, and that of the stage.
-    """
-    low, high, at = span
-    return tuple(rehearsed[0]) if len(rehearsed) == 1 else extended(at, rehearsed[0], rehearsed[1], low, high)
 
 
 def _step_actions(records: LayoutRecords) -> ActionTable:

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.ledger.tracking import KINDS
-from shardwright.planner.extended import Span
-from shardwright.planner.layout_records import ActionRehearsal, ActionShape, ActionTable, Held, LayoutRecords, at_blocks
+from shardwright.planner.extended import Span, at_blocks
+from shardwright.planner.layout_records import ActionRehearsal, ActionShape, ActionTable, Held, LayoutRecords
 
 
 class StageMemory(NamedTuple):
@@ -54,7 +54,7 @@ def memory_by_stage(records: LayoutRecords) -> tuple[StageMemory, ...]:
 
 
 def _net(step: ActionTable) -> npt.NDArray[np.int64]:
-    """Returns the bytes that each action leaves behind, by kind."""
+    """Returns by how many bytes each action (rows) changes what a rank holds of each kind of memory (columns)."""
     found = step.at_blocks([each.fewer.net for each in step.actions], [each.more.net for each in step.actions])
     return np.rint(found).astype(np.int64)
 

@@ -54,7 +54,7 @@ def plan_layouts(
     layout: Layout | str | None = None, fix: str = "", without: Sequence[str] = (), top: int = 10,
     most_priced: int = MOST_PRICED, anchors: Mapping[str, float] = MappingProxyType({}), tokens: int = 0,
     memory_limit: float = LEFT,
-    roles: Mapping[str, str] = MappingProxyType({}), keep_in: Path | str | None = None,
+    roles: Mapping[str, str] = MappingProxyType({}), keep_in: Path | str | None = None, look_further: bool = True,
 ) -> Plans:  # fmt: skip
     """Returns the predicted cost of layouts of a model on a cluster, the best first, or of ``layout`` alone.
 
@@ -72,6 +72,8 @@ def plan_layouts(
     ``top`` is how many layouts tables list, and ``tokens`` is the number of tokens of the batch, for tokens per second:
     by default the elements of the inputs' first tensor if that is 2-D and of integers, else the samples. ``keep_in`` is
     a folder for what rehearsals find: a later plan of the same model, code and samples, on any cluster, finds it there.
+    A search that finds no layout that fits also looks at more devices and shorter sequences, for the plans'
+    ``ways_out``, unless ``look_further`` is false.
 
     Raises: LayoutError: ``layout`` or an anchor's is no layout line, is for another number of ranks than the cluster,
         or does not fit the model or the batch; or a search finds no layout. PlanError: the batch is neither a pair nor
@@ -127,7 +129,7 @@ def plan_layouts(
         if not layouts:
             raise found.failure or _none_found(cluster, found, fix, without)
         rehearsed, one = partial(record, most_whole=MOST_WHOLE), replace(wanted, most=1, most_to_fit=3)
-        ways = () if found.fit else tuple(ways_out(
+        ways = () if found.fit or not look_further else tuple(ways_out(
             min(found.misfits, key=lambda each: each.memory_bytes), cluster, batch, limit,
             lambda more: search(Pricing(more, model_plans.kind), num_samples, rehearsed, one, short),
             lambda each, given: pricing.price(each, record(each, num_samples, given=given)),

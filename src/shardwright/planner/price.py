@@ -22,7 +22,8 @@ from shardwright.devices import HOST
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
 from shardwright.plan.schedule import Schedule
-from shardwright.planner.layout_records import ActionShape, ActionTable, LayoutRecords, at_blocks
+from shardwright.planner.extended import at_blocks
+from shardwright.planner.layout_records import ActionShape, ActionTable, LayoutRecords
 from shardwright.planner.memory import StageMemory, memory_by_stage
 from shardwright.planner.rehearse import P2P, MessageRecord
 from shardwright.runtime.timeline import Timeline

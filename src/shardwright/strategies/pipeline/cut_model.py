@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -11,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from shardwright.analysis.arguments import arguments_given
-from shardwright.analysis.reached import tensors_outside
-from shardwright.analysis.same_results import unlike_code
-from shardwright.analysis.structure import is_known
+from shardwright.analysis.reached import reached, unregistered_attributes
+from shardwright.analysis.same_results import difference_from_forward
+from shardwright.analysis.structure import is_known, owners
 from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError, PlanError, UnknownCodeError
 from shardwright.formatting import first_line
@@ -53,7 +54,7 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
         found = cut(job.model, num_chunks, example=job.example, num_tokens=job.num_tokens, whole=whole, **asked)
         why = _held_elsewhere(job.model)
         if not why and job.example is not None:
-            why = unlike_code(job.model, found.chunked, job.example)
+            why = difference_from_forward(job.model, found.chunked, job.example)
         if why:
             found = None
             raise not_followed(job.model, why, has_example=job.example is not None)
@@ -97,12 +98,23 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
 
 
 def _held_elsewhere(model: nn.Module) -> str:
-    """Returns which code holds a parameter of another module, of which traced calls do not say who reads it; or ""."""
-    held = {} if all(map(is_known, model.modules())) else tensors_outside(model)
-    for name, parameter in model.named_parameters() if held else ():
-        place, owner = held.get(id(parameter), ""), name.rpartition(".")[0]
-        if place and owner and not place.startswith(f"{owner}."):
-            return f"the parameter '{name}' is held by {place} too, and read there"
+    """Returns which module holds a parameter of another one in a plain attribute, as text; "" if none does.
+
+    The traced calls do not show that it reads the parameter, so its stage would have a copy that is never updated.
+    """
+    if all(map(is_known, model.modules())):
+        return ""
+    registered, homes = {id(module) for module in model.modules()}, defaultdict[str, set[str]](set)
+    for path, _, _, name in owners(model, every_path=True):
+        homes[name].add(path)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for path, module in model.named_modules():
+        seen: dict[int, Any] = {}
+        for attribute, value in unregistered_attributes(module):
+            held = (names[id(each)] for _, each in reached(value, seen, registered) if id(each) in names)
+            other = next((name for name in held if path not in homes[name]), "")
+            if other:
+                return f"'{attribute}' of {path or 'the model'} holds the parameter '{other}' of another module"
     return ""
 
 

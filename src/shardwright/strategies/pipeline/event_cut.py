@@ -28,7 +28,7 @@ from shardwright.analysis.forward_events import record_events
 from shardwright.analysis.forward_record import ForwardEvent, ForwardRecord
 from shardwright.analysis.marked_inputs import hint_of_samples
 from shardwright.analysis.meta_values import ValueReadError
-from shardwright.analysis.same_results import keeping_modules
+from shardwright.analysis.same_results import modules_keeping_state
 from shardwright.analysis.structure import has_backward_hooks, has_hooks
 from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError, PlanError
@@ -147,7 +147,7 @@ def _cut(
         deciding = {path for path in deciding if not is_layer_of_torch(model.get_submodule(path))}
         # what one call of a unit leaves in the module for another one, that one needs on its own stage
         called = [path for path in sorted(units - escaped - {*closed}) if len(found.calls[path]) > 1]
-        keeping = keeping_modules(model, inputs, called)
+        keeping = modules_keeping_state(model, inputs, called)
         for path, counter in keeping.items():
             if counter:
                 raise _counts(f"{path}.{counter}")

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.arguments import arguments_given, bind
 from shardwright.analysis.call_graph import ChunkedModel, Edge, PreparedNode, prepare, run
-from shardwright.analysis.same_results import unlike_code
+from shardwright.analysis.same_results import difference_from_forward
 from shardwright.errors import PlanError, UnknownCodeError
 from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages
@@ -65,7 +65,6 @@ class Stage(PipelineStage[Stages]):
     _codes: dict[object, StageCode] = field(default_factory=dict)
     _code: StageCode | None = None
     _by_value: set[tuple[str, ...]] = field(default_factory=set)
-    _has_read: bool = False
 
     def expect(
         self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]], *, announced: bool = False
@@ -220,9 +219,9 @@ class Stage(PipelineStage[Stages]):
     def _read_code(self, given: tuple[str, ...], inputs: Any) -> StageCode:
         chunked = self.stages.with_arguments(given)
         modes = tuple(module.training for module in self.stages.model.modules())
-        is_known = not self._has_read and (given, modes) == self.stages.compared
-        self._has_read = True  # what is read later is of other arguments, modes or settings
-        if not is_known and (why := unlike_code(self.stages.model, chunked, inputs)):
+        # what is read after the first code is of other arguments, modes or settings
+        is_known = not self._compared and (given, modes) == self.stages.compared
+        if not is_known and (why := difference_from_forward(self.stages.model, chunked, inputs)):
             raise not_followed(self.stages.model, why, has_example=self.stages.compared is not None)
         attributes = {
             (path, name): getattr(self.model.get_submodule(path), name, None) for path, name in chunked.attributes

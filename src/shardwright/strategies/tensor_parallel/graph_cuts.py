@@ -27,6 +27,7 @@ from shardwright.analysis.dim_letters import Role
 from shardwright.analysis.reached import tensors_outside
 from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
 from shardwright.analysis.run_axes import CLASSES, DimAxis, RunAxes, labels_of, leaves, root
+from shardwright.analysis.weight_readers import readers_of
 from shardwright.mesh import balanced
 from shardwright.sharding.tensor_part import ALL, TensorPart, part_of
 from shardwright.strategies.tensor_parallel.gather_output import gather_output_layers
@@ -118,14 +119,7 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     """
     held = tensors_outside(model)
     kept = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in held)
-    readers = defaultdict(set, {name: set(modules) for name, modules in recording.measured.items()})
-    for use in recording.outputs:
-        if use.kind == "parameter":  # the loss reads it
-            readers[use.name].add("")
-    for call in recording.calls:
-        for use in call.operands:
-            if use.kind == "parameter":
-                readers[use.name].add(call.module)
+    readers = readers_of(recording)
     if size == 1:
         return GraphCuts({}, readers, kept)
     # nothing ties the features of a norm that this forward does not call to its statistics: it stays whole

@@ -137,7 +137,7 @@ class PartsNote:
     rehearsed: dict[Any, Sent] = field(default_factory=dict)
 
 
-def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan | None = None) -> Plan | None:
+def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | None:
     """Returns the plan to run the model's own forward on tensor shards, cut as its recorded operators allow, or None.
 
     It is None on one rank, if less than the share ``least`` of the parameter bytes would be cut, the forward cannot be
@@ -145,9 +145,6 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
     axis cuts features, it is None for a model with backward hooks, or with autograd functions that it calls for some
     numbers of samples alone. If an axis cuts samples, it is None for a model that reads parameters after it has
     selected by values, as one that calls experts.
-
-    ``known`` is the plan that cuts only layers of known classes. If it would cut a weight that other code reads too,
-    such as an embedding table that code uses as the output head, the share :data:`LEAST_SHARE` is enough.
 
     Raises: LayoutError: the layout cuts samples, and a layer mixes them.
     """
@@ -178,11 +175,7 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
     own = _owners_of(job.model)
     # what is called for one sample after another is called as often as a rank has samples: nothing is gathered there
     plan, stored = _store_parts(plan, cuts, mode, parts, own, run.parameters_by_sample)
-    first = dict.fromkeys(plan.mesh.axes, 0)
-    before = known.compute if known is not None else {}
-    cut = [name for name, each in before.items() if each.local_shape(first) != each.shape]
-    read_elsewhere = any(cuts.readers.get(name, set()) - own[name] - _attention_of(job.model, name) for name in cut)
-    if share_cut(plan) < (LEAST_SHARE if read_elsewhere else least):
+    if share_cut(plan) < least:
         return None
     for path, module, name_here, whole in owners(job.model):
         if whole in parts or whole in stored:
@@ -209,15 +202,6 @@ def _may_read_by_values(model: nn.Module, recording: Recording) -> bool:
     used = recording.parameters_used
     has_unread = any(name not in used and each.dim() > 1 for name, each in model.named_parameters())
     return has_unread or any(use.kind == "parameter" for call in later for use in call.operands)
-
-
-def _attention_of(model: nn.Module, name: str) -> set[str]:
-    """Returns the path of the ``nn.MultiheadAttention`` whose output projection has the parameter ``name``.
-
-    The attention reads that parameter itself, without calling the projection. For any other parameter the set is empty.
-    """
-    path = name.rpartition(".")[0].rpartition(".")[0]
-    return {path} if isinstance(model.get_submodule(path), nn.MultiheadAttention) else set()
 
 
 def _cut_parts(plan: Plan, parts: Mapping[str, TensorPart], axis: str) -> tuple[Plan, dict[str, TensorPart]]:

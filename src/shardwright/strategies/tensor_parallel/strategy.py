@@ -153,12 +153,11 @@ class TensorParallel:
             least = max(LEAST_SHARE, share)
         if share >= ENOUGH and any(isinstance(m, nn.MultiheadAttention) or has_hooks(m) for m in job.model.modules()):
             least = 2.0  # no gain is enough
-        # of other code a record tells whether it reads the weights of the layers that would be cut
         if all(map(is_known, job.model.modules())) and least > 1:
             return known
-        on_parts = place_on_parts(job, plan, mode, least, known)
+        on_parts = place_on_parts(job, plan, mode, least)
         if on_parts is None and least < 2 and _cuts_little_work(known, job):  # as of a model whose table is most of it
-            on_parts = place_on_parts(job, plan, mode, LEAST_SHARE, known)
+            on_parts = place_on_parts(job, plan, mode, LEAST_SHARE)
             on_parts = on_parts if on_parts is not None and work_cut(on_parts) >= ENOUGH else None
         return on_parts or known
 
