@@ -32,20 +32,17 @@ def for_one_rank(plan: Plan) -> Plan:
 
 @contextmanager
 def one_plan_in_verify() -> Iterator[None]:
-    """Within it, ranks that ``verify`` starts as threads share its plan, shares and draws, and trials of optimizers.
+    """Within it, ranks that ``verify`` starts as threads share its plan, shares and draws.
 
     All ranks that are threads share the grids that an error suggests.
     """
-    verify, parallelize, optimizer_check, planning = (
-        import_module(f"shardwright.{name}")
-        for name in ("verify", "parallelize", "parallelize.optimizer_check", "parallelize.planning")
+    verify, parallelize, planning = (
+        import_module(f"shardwright.{name}") for name in ("verify", "parallelize", "parallelize.planning")
     )
     by_model: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
     lock, here = Lock(), local()
     suggestions: dict[Any, str] = {}
     suggesting = Lock()
-    trials: dict[Any, bool] = {}
-    trying = Lock()
 
     def once(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -95,22 +92,12 @@ def one_plan_in_verify() -> Iterator[None]:
                 suggestions[key] = str(with_suggestions(error, job, layout))
             return LayoutError(suggestions[key])
 
-    def tried(kind: Any, options: Any, *more: Any, **how: Any) -> bool:
-        if getattr(here, "shared", None) is None:
-            return is_elementwise(kind, options, *more, **how)
-        key = kind, repr((options, more, how))
-        with trying:
-            if key not in trials:
-                trials[key] = is_elementwise(kind, options, *more, **how)
-            return trials[key]
-
     def of_verify(model: Any, *args: Any, **named: Any) -> Any:
         here.shared = shared_by(model)  # as long as the rank's thread
         return plain(model, *args, **named)
 
     make_plan, job_for, plain = parallelize.make_plan, parallelize.job_for, parallelize.parallelize
-    shares_of, is_elementwise = parallelize.shares_of, optimizer_check.is_elementwise
-    with_suggestions = planning.with_suggestions
+    shares_of, with_suggestions = parallelize.shares_of, planning.with_suggestions
     with ExitStack() as stack:
         for module, name, now in (
             (verify, "make_plan", plan_of_verify),
@@ -120,7 +107,6 @@ def one_plan_in_verify() -> Iterator[None]:
             (parallelize, "make_plan", plan_of_rank),
             (parallelize, "job_for", job_of_rank),
             (planning, "with_suggestions", suggested),
-            (optimizer_check, "is_elementwise", tried),
         ):
             stack.enter_context(mock.patch.object(module, name, now))
         yield

@@ -446,6 +446,23 @@ def test_the_trial_of_optimizers_is_on_the_cpu_and_takes_numbers_that_overflow()
     assert is_elementwise(_Overflows, {})
 
 
+class _Counted(torch.optim.SGD):
+    made = 0
+
+    def __init__(self, *args, **named):
+        type(self).made += 1
+        super().__init__(*args, **named)
+
+
+def test_an_optimizer_is_tried_once_for_its_class_and_options():
+    tries = []
+    for options in ({"lr": 0.5}, {"lr": 0.5}, {"lr": 0.25}, {"lr": torch.tensor(0.5)}, {"lr": torch.tensor(0.5)}):
+        before = _Counted.made
+        assert is_elementwise(_Counted, options)
+        tries.append(_Counted.made > before)
+    assert tries == [True, False, True, True, True]  # what is not plain is not known again
+
+
 class _ByNorm(torch.optim.Optimizer):
     """Descends by gradients over their norm: that of all of them, in groups that ask for it."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from inspect import signature
 from itertools import chain
 from math import isclose
@@ -100,7 +100,7 @@ def is_elementwise(
     in_turn: bool = False,
     whole: bool = False,
 ) -> bool:
-    """Returns whether an optimizer updates a whole tensor and its parts to the same values, by trying both.
+    """Returns whether an optimizer updates a whole tensor and its parts to the same values, by trying both once.
 
     ``kind`` is its class and ``options`` are its options. The parts are ranges of rows, ranges of columns and, with
     ``flat``, ranges of elements that end inside a row. Each split is tried twice: with one optimizer over all parts,
@@ -117,8 +117,32 @@ def is_elementwise(
     >>> is_elementwise(torch.optim.Adafactor, {"lr": 0.1}, whole=True)  # each tensor alone, but whole
     True
     """
-    options = {name: value for name, value in options.items() if name not in _EXECUTION}
-    groups = [{name: value for name, value in group.items() if name not in _EXECUTION} for group in groups]
+    options, *groups = ({name: each[name] for name in each if name not in _EXECUTION} for each in (options, *groups))
+    values = [value for each in (options, *groups) for value in each.values()]
+    if isinstance(kind, type) and all(map(_is_plain, values)):  # a rehearsal asks for each of its ranks
+        of_groups = tuple(tuple(group.items()) for group in groups)
+        known: Any = kind
+        return _tried_once(known, tuple(options.items()), of_groups, flat=flat, in_turn=in_turn, whole=whole)
+    return _tried(kind, options, groups, flat=flat, in_turn=in_turn, whole=whole)
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, int | float | str | None)
+
+
+@lru_cache(maxsize=64)
+def _tried_once(
+    kind: Any, options: tuple[tuple[str, Any], ...],
+    groups: tuple[tuple[tuple[str, Any], ...], ...], *, flat: bool, in_turn: bool, whole: bool,
+) -> bool:  # fmt: skip
+    return _tried(kind, dict(options), [dict(group) for group in groups], flat=flat, in_turn=in_turn, whole=whole)
+
+
+def _tried(
+    kind: type[torch.optim.Optimizer], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], *, flat: bool,
+    in_turn: bool, whole: bool,
+) -> bool:  # fmt: skip
+    """Returns :func:`is_elementwise`, by trying the optimizer."""
     start, gradients = _trial()
 
     def made(parts: Split) -> tuple[list[list[nn.Parameter]], torch.optim.Optimizer]:
