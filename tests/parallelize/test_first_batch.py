@@ -207,3 +207,54 @@ def test_a_number_of_samples_as_a_value_is_warned_of_where_the_batch_is_cut(way,
         sw.launch(work, line, ranks="threads")
     said = [each for each in caught if "computes with the number of samples" in str(each.message)]
     assert len(said) == (line != "single" and way in ("scaled", "over its length", "elements"))
+
+
+class ToZero(nn.Module):
+    def forward(self, output, target):
+        return output.square().sum(), len(target)
+
+
+class ByPlace(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.first, self.table = way, nn.Linear(4, 4), nn.Embedding(50, 4)
+        self.layer = nn.Linear(4, 4)
+        self.positions = nn.Parameter(torch.ones(50, 1, 4))
+        self.register_buffer("waves", torch.ones(50, 4))
+
+    def forward(self, x):
+        h = self.layer(self.first(x))
+        number = torch.arange(len(h), device=h.device)
+        if self.way == "number":
+            return h + number.view(-1, 1, 1)
+        if self.way == "buffer":  # written for a batch in dim 1
+            return h + self.waves[: h.size(0)].unsqueeze(1)
+        if self.way == "parameter":
+            return torch.cat((h, self.positions[: len(h)].expand_as(h)), -1)
+        if self.way == "table":
+            return h * self.layer(self.table(number))[:, None]
+        if self.way == "ramp":
+            return h * torch.linspace(0, 1, len(h), device=h.device)[:, None, None]
+        if self.way == "tokens":  # which are not the samples
+            return h + self.waves[: h.size(1)] + torch.arange(h.size(1), device=h.device)[:, None]
+        if self.way == "rows":  # of all samples in one tensor, as graph networks take neighbours
+            near = x[..., 0].long() % x.shape[1] + x.shape[1] * number[:, None]
+            return h.flatten(0, 1)[near] + h[number]
+        return h + self.positions[:1] + torch.zeros(len(h), 1, 1, device=h.device)
+
+
+@pytest.mark.parametrize("way", ["number", "buffer", "parameter", "table", "ramp", "tokens", "rows", "alike"])
+@pytest.mark.parametrize(("line", "shows"), [("dp2", True), ("mb2", False), ("pp2/1f1b mb2", True), ("tp2", True)])
+def test_a_place_in_the_batch_as_a_value_is_warned_of_where_the_batch_is_cut(way, line, shows):
+    model, x = ByPlace(way), torch.randn(8, 3, 4)
+
+    def work(world):
+        given = {"example": x} if shows else {}
+        run = sw.parallelize(model, line, world, loss=ToZero(), **given)
+        run.step(next(run.shard([(x, x)])))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sw.launch(work, line, ranks="threads")
+    said = [each for each in caught if "a sample's place in the batch" in str(each.message)]
+    assert len(said) == (line != "tp2" and way in ("number", "buffer", "parameter", "table", "ramp"))

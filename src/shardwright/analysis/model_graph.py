@@ -34,7 +34,7 @@ from shardwright.analysis.parameter_writes import written_parameters
 from shardwright.analysis.record_forward import record_forward
 from shardwright.analysis.recording import Recorded, RecordedCall, Recording
 from shardwright.analysis.run_axes import RunAxes, axes_of
-from shardwright.analysis.sample_counts import calls_with_counts, differ
+from shardwright.analysis.sample_counts import calls_by_place, calls_with_counts, differ
 from shardwright.analysis.sample_dims import layers_without_samples_first
 from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, COUNTS, mixing_call
 from shardwright.analysis.sample_selections import SampleFlow, follow_samples, parameters_by_sample
@@ -277,15 +277,34 @@ class ModelGraph:
         """
         found = self._of_own_code
         suspects = [] if found is None else calls_with_counts(found.recording)
-        if found is None or not suspects:
+        other = self._of_other_samples if suspects else None
+        if found is None or other is None:
             return []
-        numbers = (each for each in (*COUNTS, None) if each != found.recording.num_samples)
-        others = (self._tried(each, self.reads_values) for each in numbers)
-        other = next((each for each in others if isinstance(each, RecordedRun)), None)
-        if other is None or len(other.recording.calls) != len(found.recording.calls):
-            return []
-        pairs = ((found.recording.calls[index], other.recording.calls[index]) for index in suspects)
+        pairs = ((found.recording.calls[index], other.calls[index]) for index in suspects)
         return [call for call, again in pairs if differ(call, again)]
+
+    def calls_by_place(self) -> list[RecordedCall]:
+        """Returns the operators that compute values of samples with their places, as ``x + arange(len(x))`` does.
+
+        It is empty where :meth:`calls_with_counts` is.
+        """
+        found = self._of_own_code
+        suspects = [] if found is None else calls_by_place(found.recording)
+        other = self._of_other_samples if suspects else None
+        if found is None or other is None:
+            return []
+        return [found.recording.calls[index] for index in sorted({*suspects}.intersection(calls_by_place(other)))]
+
+    @cached_property
+    def _of_other_samples(self) -> Recording | None:
+        """The recording of a forward with another number of samples, if it has as many calls."""
+        found = self._of_own_code
+        numbers = (each for each in (*COUNTS, None) if found is not None and each != found.recording.num_samples)
+        others = (self._tried(each, self.reads_values) for each in numbers)
+        other = next((each.recording for each in others if isinstance(each, RecordedRun)), None)
+        if found is None or other is None or len(other.calls) != len(found.recording.calls):
+            return None
+        return other
 
     def normalises_once(self, path: str) -> bool:
         """Returns whether the recorded forward calls a module, and each of these calls computes one batch norm itself.

@@ -1,4 +1,7 @@
-"""Finds where a forward computes with its number of samples as a value, which is another one where a batch is cut."""
+"""Finds where a forward computes with its number of samples, or with a sample's place in the batch, as a value.
+
+Both are others where a batch is cut: a rank or a microbatch has fewer samples, and its first one is another.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,19 @@ from collections.abc import Iterator
 from math import isclose
 
 from shardwright.analysis.operator_results import leaves_of
-from shardwright.analysis.recording import RecordedCall, Recording
+from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
 
 LARGEST = 2.0**53
 """A number that is larger, as a mask's least value, is no count."""
+
+_MAKERS = frozenset(("arange", "linspace", "logspace"))
+"""Functions that make a tensor of elements that differ."""
+
+_PARTS = frozenset(("slice", "narrow", "split", "split_with_sizes"))
+"""Functions that take successive elements of a tensor."""
+
+_PICKS = ("index", "gather", "scatter", "embedding", "take", "sort", "cross_entropy", "nll_loss")
+"""Parts of the names of functions that only take elements, or put them, by numbers among their operands."""
 
 _ARITHMETIC = frozenset(("add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "pow", "remainder"))
 
@@ -28,6 +40,41 @@ def calls_with_counts(recording: Recording) -> list[int]:
         and any(number in each.shape for each in call.operands)
         and any(_may_be_of(value, number) for value in _numbers(call))
     ]
+
+
+def calls_by_place(recording: Recording) -> list[int]:
+    """Returns the indices of calls that may compute values of samples with others that differ by place in the batch.
+
+    These are numbers that the forward makes, one for each sample (``x + arange(len(x))``), or as many elements of a
+    parameter, a buffer or a table (``x + positions[: len(x)]``). Numbers by which elements are taken are none, nor is a
+    call whose results are whole numbers: such as ``i + n * arange(len(x))`` are numbers of rows. That the elements are
+    as many as the samples, and not by chance, a record with another number of samples shows.
+    """
+    number, of_samples, by_place = recording.num_samples, {*recording.inputs}, set[TensorUse]()
+    found = []
+    for index, call in enumerate(recording.calls):
+        operands = call.operands
+        if not of_samples.isdisjoint(operands):
+            of_samples.update(call.results, call.written)
+            is_value = not _picks(call) and any(map(_is_float, call.results))
+            if is_value and not by_place.isdisjoint(operands):
+                found.append(index)
+            continue
+        from_table = all(number not in each.shape for each in operands[:1])
+        # elements that are taken from one row for each sample are those of its row, whichever numbers take them
+        causes = operands[:1] if _picks(call) and not from_table else operands
+        makes = call.name in _MAKERS or (call.name in _PARTS and from_table)
+        if makes or not by_place.isdisjoint(causes):
+            by_place.update(each for each in call.results if number in each.shape)
+    return found
+
+
+def _picks(call: RecordedCall) -> bool:
+    return any(part in call.name for part in _PICKS)
+
+
+def _is_float(use: TensorUse) -> bool:
+    return use.dtype.is_floating_point or use.dtype.is_complex
 
 
 def differ(call: RecordedCall, other: RecordedCall) -> bool:

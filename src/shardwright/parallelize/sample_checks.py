@@ -78,17 +78,27 @@ def warn_of_means(graph: ModelGraph, loss: nn.Module, plan: Plan, world: World) 
 
 
 def warn_of_counts(graph: ModelGraph, loss: nn.Module, plan: Plan, world: World) -> None:
-    """Warns, on rank 0, where a forward computes values of samples with their number, as ``x / len(x)`` does.
+    """Warns, on rank 0, where a forward computes values of samples with their number, or a sample's place in the batch.
 
-    Ranks and microbatches have fewer samples than one device has. A model that computes its own loss takes a mean so.
+    Such are ``x / len(x)`` and ``x + arange(len(x))``. Ranks and microbatches have fewer samples than one device has,
+    and begin with others. A model that computes its own loss takes a mean by their number.
     """
-    if world.rank or not cuts_batch(plan) or isinstance(loss, ModelLoss):
+    if world.rank or not cuts_batch(plan):
         return
-    for path, name in dict.fromkeys((call.module, call.name) for call in graph.calls_with_counts()):
+    counted = () if isinstance(loss, ModelLoss) else graph.calls_with_counts()
+    for path, name in dict.fromkeys((call.module, call.name) for call in counted):
         warn(
             f"'{path or 'the model'}' computes with the number of samples ({name}), which under {plan.layout} is that "
             "of a rank or a microbatch, so that the result differs from one device. Give the model the number of the "
             "whole batch, or scale the loss by its count of targets",
+            stacklevel=3,
+        )
+    for path, name in dict.fromkeys((call.module, call.name) for call in graph.calls_by_place()):
+        warn(
+            f"'{path or 'the model'}' computes with a sample's place in the batch ({name}), which under {plan.layout} "
+            "is its place among the samples of a rank or a microbatch, so that the result differs from one device. "
+            "Give the model the places as an input. If these are no places but tokens, as where the batch is in "
+            "another dim, put the batch in dim 0",
             stacklevel=3,
         )
 
