@@ -17,6 +17,7 @@ from shardwright.cost.operators import OperatorRecord
 from shardwright.devices import HOST
 from shardwright.dispatch_mode import DispatchMode
 from shardwright.ledger.account import JobPlan, measure_memory, rehearsal_errors_explained, rehearsed
+from shardwright.operator_schemas import written_arguments
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Action
@@ -210,7 +211,7 @@ def operator_record(function: Any, args: Any, named: Mapping[str, Any], out: Any
     num_bytes = sum(each.numel() * each.element_size() for each in operands)
     num_bytes += sum(each.numel() * each.element_size() for each in results if id(each) not in written)
     if function._schema.is_mutable and not function._schema.name.endswith("_out"):
-        changed = results or _written(function._schema, args, named)
+        changed = results or written_arguments(function, args, named, Tensor)  # those with lists return nothing
         num_bytes += sum(each.numel() * each.element_size() for each in changed)
     attention, name, precision = _ATTENTION.get(packet), packet._qualified_op_name, _precision(operands)
     if attention is not None:
@@ -222,13 +223,6 @@ def operator_record(function: Any, args: Any, named: Mapping[str, Any], out: Any
     offsets = args[2] if packet is _aten._grouped_mm and len(args) > 2 else None
     groups = 1 if offsets is None else len(offsets)
     return OperatorRecord("matmul", flops, num_bytes, precision, _dims(operands, results, flops, groups), name=name)
-
-
-def _written(schema: Any, args: Any, named: Mapping[str, Any]) -> list[Tensor]:
-    """Returns the tensors that an operator without results writes to, as those do that take lists of tensors."""
-    given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | dict(named)
-    writes = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
-    return [leaf for name in writes for leaf in tensors_of(given.get(name))]
 
 
 def _not_in_place(packet: Any) -> Any:
