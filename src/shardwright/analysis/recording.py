@@ -130,7 +130,10 @@ class Recording:
     drawing_backwards: list[str] = field(default_factory=list)
     """The nodes of users' backwards, by name, that draw random numbers of their own, not those of a forward again."""
     replaced: dict[str, str] = field(default_factory=dict)
-    """The parameters whose data code replaces, by ``parameter.data = ...``, each with the module that was running."""
+    """The parameters whose tensors code replaces, by ``parameter.data = ...`` or ``set_``, each with the module that
+    was running."""
+    assigned: list[tuple[TensorUse, TensorUse]] = field(default_factory=list)
+    """Each parameter whose tensor code replaces, with the one that takes its place."""
     converted: dict[str, str] = field(default_factory=dict)
     """The parameters for which code sets ``parameter.data = parameter``, each with the module that was running.
 
@@ -215,6 +218,8 @@ class Recorded(MetaValues):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunction():  # what a recorder asks of tensors is no code of the user's
+            if func.overloadpacket is torch.ops.aten.set_ and self.use(args[0]).kind == "parameter":
+                self.assigns(args[0], args[1])
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     def use(self, tensor: Tensor, kind: str = "", name: str = "") -> TensorUse:
@@ -243,6 +248,16 @@ class Recorded(MetaValues):
     def kept(self) -> Sequence[Tensor]:
         """Returns the tensors that the run has seen so far."""
         return tuple(self._kept)
+
+    def assigns(self, parameter: Tensor, value: Any, *, is_same: bool = False) -> None:
+        """Notes that the running module's code puts ``value`` in the place of the elements of a parameter.
+
+        ``is_same`` says that these are its own, as ``module.to(dtype)`` leaves them if they have that dtype.
+        """
+        use, recording = self.use(parameter), self.recording
+        (recording.converted if is_same else recording.replaced).setdefault(use.name, self.where()[0])
+        if not is_same and isinstance(value, Tensor):
+            recording.assigned.append((use, self.use(value, "constant")))
 
     def selected(self) -> None:
         """Notes that the running module's code selects by a condition on values, as a mixture of experts does."""
@@ -360,10 +375,7 @@ class _WholeCalls(TorchFunctionMode):
             recorded = self._recorded
             recorded.recording.measured[recorded.use(args[0].detach()).name].add(recorded.where()[0])
         if func == _SETS_DATA and isinstance(args[0], nn.Parameter):
-            recorded = self._recorded
-            is_same = args[1] is args[0]  # as module.to(dtype) leaves it, if it has that dtype
-            found = recorded.recording.converted if is_same else recorded.recording.replaced
-            found.setdefault(recorded.use(args[0].detach()).name, recorded.where()[0])
+            self._recorded.assigns(args[0].detach(), args[1], is_same=args[1] is args[0])
         if func in TAKES_GRADIENT:
             raise NotImplementedError("the forward takes a gradient itself, which no record of operators has")
         # torch.vmap and similar transforms wrap tensors, so the mode that runs a model on shards does not know a shard

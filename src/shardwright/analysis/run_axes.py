@@ -306,8 +306,8 @@ def axes_of(recording: Recording) -> RunAxes:
     """Returns which dims of the tensors in a recorded run must be sharded alike, according to its operators.
 
     Those of the backwards of the user's own autograd functions count too: no rank may have a part of what they sum or
-    need whole. Constants are left out: one table of positions that two layers share would tie the dims of both layers
-    together.
+    need whole. What code puts in the place of a parameter has its dims. Constants are left out: one table
+    of positions that two layers share would tie the dims of both layers together.
 
     >>> import torch
     >>> from torch import nn
@@ -346,6 +346,10 @@ def axes_of(recording: Recording) -> RunAxes:
                 _need_whole(axis, call.name)  # in a backward of the user's own, nothing sums over ranks
             elif role is not Role.SAME:
                 found.uses.append(AxisUse(call, axis, role))
+    for parameter, value in recording.assigned:
+        if parameter.shape == value.shape and value.kind != "constant":
+            for axis, other in zip(found.of(parameter), found.of(value), strict=True):
+                unify(axis, other)
     return found
 
 

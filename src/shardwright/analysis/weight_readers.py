@@ -13,12 +13,15 @@ from shardwright.analysis.structure import owners
 def readers_of(recording: Recording) -> defaultdict[str, set[str]]:
     """Returns, for each parameter that a recorded forward uses, the names of the modules whose code uses it.
 
-    Code that asks for the shape of a parameter uses it too, and the loss, named "", those that the model returns.
+    Code that asks for the shape of a parameter, or replaces its tensor, uses it too, and the loss, named "", those that
+    the model returns.
     """
     found = defaultdict(set, {name: set(modules) for name, modules in recording.measured.items()})
     for use in recording.outputs:
         if use.kind == "parameter":
             found[use.name].add("")
+    for name, module in recording.replaced.items():
+        found[name].add(module)
     for call in recording.calls:
         for use in call.operands:
             if use.kind == "parameter":

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from shardwright.analysis.events_chunked import EventsChunked
@@ -194,7 +195,7 @@ class GhostMode(TorchFunctionMode):
         recorded, own = (getattr(each, kind) for each in (self._plain[path], module))
         with_named = getattr(self._plain[path], f"{kind}_with_kwargs")
         for number, hook in list(recorded.items()):
-            with self._natively():
+            with self._natively(), _OnGhosts():
                 own.get(number, hook)(module, args, *([named] if number in with_named else []), *results)
 
     def _event(
@@ -364,6 +365,17 @@ class GhostMode(TorchFunctionMode):
             "modules of other stages keep",
             fix="make the forward take one path for all values, give an example that takes all paths, or leave out pp",
         )
+
+
+class _OnGhosts(TorchDispatchMode):
+    """Runs operators that take a ghost on the meta device: also of a buffer of this rank, which has values."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (args, kwargs or {})
+        tensors = tensors_of(given)
+        if any(each.is_meta for each in tensors) and not all(each.is_meta for each in tensors):
+            given = map_tensors(given, lambda tensor: tensor.to("meta"))
+        return function(*given[0], **given[1])
 
 
 class _NativeContext:

@@ -92,7 +92,7 @@ class FlatParameter:
             for name, (a, b) in self.ranges.items()
         }
         self.unsharded: Tensor | None = unsharded
-        self._versions = [_version_of(parameter) for parameter in self.parameters.values()]
+        self._written = [_written(parameter) for parameter in self.parameters.values()]
         self.shard_gradient: Tensor | None = None
         self.unreached = set(self.parameters)  # parameters that this rank's backward has not reached in this step
         self.update_state = UpdateState.NOT_UPDATED
@@ -162,7 +162,7 @@ class FlatParameter:
         for parameter, kind, shape, part in zip(self.parameters.values(), self._kinds, self.shapes, parts, strict=True):
             parameter.__class__ = kind
             parameter.data = part.view(shape)
-        self._versions = [_version_of(parameter) for parameter in self.parameters.values()]
+        self._written = [_written(parameter) for parameter in self.parameters.values()]
 
     def reshard(self) -> None:
         """Frees the unsharded buffer and sets the parameters to NaN (integers to 0), with their shapes unchanged.
@@ -171,11 +171,14 @@ class FlatParameter:
         left; autograd keeps none, because :meth:`Prefetcher.pack` replaces the views that it saves.
 
         Raises: PlanError: other code has written to a parameter since it was unsharded, which the shard does not have.
+            Into a buffer that the shard is part of code may write, but not replace a parameter's tensor.
         """
-        if not self._shard_in_buffer:
-            for (name, parameter), version in zip(self.parameters.items(), self._versions, strict=True):
-                if _version_of(parameter) != version and not isinstance(parameter, ShardedParameter):
-                    raise _lost_write(name)
+        for (name, parameter), (version, place) in zip(self.parameters.items(), self._written, strict=True):
+            if isinstance(parameter, ShardedParameter):
+                continue
+            now, place_now = _written(parameter)
+            if place_now != place or (now != version and not self._shard_in_buffer):
+                raise _lost_write(name)
         for (name, parameter), kind, shape in zip(self.parameters.items(), self._kinds, self.shapes, strict=True):
             parameter.__class__ = kind
             parameter.data = self._placeholder.expand(shape)
@@ -266,9 +269,12 @@ class FlatParameter:
         self.shard_gradient, self.unreached = None, set(self.parameters)
 
 
-def _version_of(parameter: nn.Parameter) -> int:
-    """Returns a number that changes when code writes to the parameter; 0 for one that torch does not count."""
-    return 0 if parameter.is_inference() else parameter._version
+def _written(parameter: nn.Parameter) -> tuple[int, int]:
+    """Returns a number that changes when code writes to the parameter, and the place of its elements in memory.
+
+    The number is 0 for a parameter of which torch does not count the writes.
+    """
+    return 0 if parameter.is_inference() else parameter._version, parameter.data_ptr()
 
 
 def _lost_write(name: str) -> PlanError:
