@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 import shardwright as sw
+from shardwright.analysis.forward_events import record_events
 from shardwright.errors import LayoutError, PlanError
 from shardwright.models.losses import MeanSquaredError
+from shardwright.strategies.pipeline.event_units import opened_modules, units_of
 
 WAYS = {
     "norm": lambda model: sum(p.norm() for p in model.parameters()),
@@ -199,3 +201,74 @@ def test_a_table_that_code_uses_as_the_output_layer_is_cut_by_parts():
     verdict = sw.verify(Tied(), "tp2", [batch, batch], loss=loss)
     assert verdict.equal, str(verdict)
     assert verdict.shares["tp2"] > 0.9
+
+
+class Cell(nn.Module):
+    """A recurrent cell that reads its parameters from a dict, as those of neural circuit policies do."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.gate = {}, nn.Softplus()
+        for name, shape in (("in", (4, 8)), ("back", (8, 8)), ("bias", (8,))):
+            self.own[name] = nn.Parameter(torch.randn(shape) * 0.3)
+            self.register_parameter(f"w_{name}", self.own[name])
+
+    def forward(self, x, h):
+        return torch.tanh(x @ self.own["in"] + h @ self.gate(self.own["back"]) + self.gate(self.own["bias"]))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, *, calls):
+        super().__init__()
+        self.cell, self.out, self.calls = Cell(), nn.Linear(8, 4), calls
+
+    def forward(self, x):
+        _, *_ = [*x.shape]  # so that it is cut by a record
+        h, found = x.new_zeros(len(x), 8), []
+        for step in x.unbind(1):
+            h = self.cell(step, h) if self.calls else self.cell.forward(step, h)
+            found.append(self.out(h))
+        return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("line", ["pp2/1f1b mb2", "pp4/1f1b mb2"])
+def test_a_cell_with_a_dict_of_its_parameters_runs_on_one_stage(line):
+    torch.manual_seed(0)
+    batches = [(torch.randn(8, 4, 4), torch.randn(8, 4, 4)) for _ in range(2)]
+    verdict = sw.verify(Recurrent(calls=True), line, batches, loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+    with pytest.raises(LayoutError, match="'cell' holds its parameters in a plain attribute too"):
+        sw.verify(Recurrent(calls=False), line, batches, loss=MeanSquaredError())
+
+
+class Rotary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rates = nn.Parameter(torch.rand(8), requires_grad=False)
+
+    def forward(self, x):
+        return x * torch.cos(self.rates)
+
+
+class SharedLast(nn.Module):
+    """Blocks whose first name of a shared module is not the one by which they call it."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.norms = Rotary(), nn.ModuleList([nn.LayerNorm(8) for _ in range(3)])
+        self.blocks = nn.ModuleList([nn.ModuleList([self.shared, nn.Linear(8, 8)]) for _ in range(3)])
+
+    def forward(self, x):
+        _, *_ = [*x.shape]
+        for norm, (shared, layer) in zip(self.norms, self.blocks, strict=True):
+            x = x + layer(shared(norm(x)))
+        return x
+
+
+def test_a_module_of_several_names_is_one_unit():
+    model = SharedLast().to("meta")
+    record = record_events(model, torch.empty(4, 8, device="meta"))
+    units = units_of(model, record, opened_modules(model, record, 5, (), (), 0.5))
+    found = [model.get_submodule(path) for path in units]
+    assert len(found) == len({*found})
+    assert model.shared in found

@@ -28,6 +28,7 @@ from shardwright.analysis.forward_events import record_events
 from shardwright.analysis.forward_record import ForwardEvent, ForwardRecord
 from shardwright.analysis.marked_inputs import hint_of_samples
 from shardwright.analysis.meta_values import ValueReadError
+from shardwright.analysis.reached import reached, unregistered_attributes
 from shardwright.analysis.same_results import modules_keeping_state
 from shardwright.analysis.structure import has_backward_hooks, has_hooks
 from shardwright.analysis.tracer import line_of
@@ -87,7 +88,17 @@ def cut_events(
     hooked = {path for path, module in model.named_modules() if path and has_hooks(module)}
     closed = {*closed, *(path for path in hooked if has_backward_hooks(model.get_submodule(path)))}
     closed |= {path for path, _ in derived_batch_norms(model)}  # its statistics are taken around its own code
+    registered = {id(module) for module in model.modules()}
+    holding = {path for path, each in model.named_modules() if path and _holds_own_parameters(each, registered)}
+    closed |= holding
     record, inputs = _recorded(model, example, (), values)
+    if uncalled := holding - {scope.path for scope in record.scopes}:
+        raise LayoutError(
+            f"'{min(uncalled)}' holds its parameters in a plain attribute too, and code runs it without calling it",
+            given="a module with a dict or list of its parameters, whose .forward is called, or another method",
+            allowed="modules that are called, or read their parameters as attributes",
+            fix="write module(x) in place of module.forward(x), or leave out pp",
+        )
     if "" in record.selecting:
         raise _decides_by_state(model)
     closed |= record.selecting  # only the stage that runs it knows what it selects
@@ -120,6 +131,17 @@ def cut_events(
     if best is None:
         raise failures[0]
     return _closed_again(best[1], record, inputs, best[2], hooked)
+
+
+def _holds_own_parameters(module: nn.Module, registered: Collection[int]) -> bool:
+    """Returns whether a module has parameters of its own in a plain attribute too, such as a dict.
+
+    On a stage that lacks them, code of the module that runs between others would find tensors without elements there.
+    ``registered`` are the ids of the model's modules.
+    """
+    own, seen = {id(parameter) for parameter in module.parameters(recurse=False)}, dict[int, Any]()
+    held = (each for _, value in unregistered_attributes(module) for _, each in reached(value, seen, registered))
+    return bool(own) and any(id(each) in own for each in held)
 
 
 def _cut(

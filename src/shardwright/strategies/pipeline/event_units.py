@@ -56,9 +56,11 @@ def units_of(model: nn.Module, record: ForwardRecord, opened: Collection[str]) -
 def _uncalled(model: nn.Module, record: ForwardRecord, opened: Collection[str]) -> set[str]:
     """Returns the largest modules that this forward does not call, of which another forward may call some.
 
-    They lie in ``opened`` modules, or in lists and dicts of these.
+    They lie in ``opened`` modules, or in lists and dicts of these. A module that has several names is found once, and
+    not at all if the forward calls it under another name.
     """
     paths = {scope.path for scope in record.scopes}
+    met = {model.get_submodule(path) for path in paths}
     around = {".".join(parts[:n]) for path in paths for parts in [path.split(".")] for n in range(len(parts))}
     found = set[str]()
 
@@ -68,7 +70,8 @@ def _uncalled(model: nn.Module, record: ForwardRecord, opened: Collection[str]) 
             holds = type(child).forward is nn.Module.forward  # a list or dict, which is not called itself
             if inner in opened or (inner not in paths and (inner in around or holds)):
                 look(child, inner)
-            elif inner not in paths:
+            elif child not in met:
+                met.add(child)
                 found.add(inner)
 
     look(model, "")
