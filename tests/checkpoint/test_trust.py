@@ -560,6 +560,14 @@ def test_state_that_is_no_tensor_is_saved_as_json_has_it(tmp_path, monkeypatch, 
         assert found == entry
 
 
+@pytest.mark.parametrize(
+    "entry", [[torch.ones(1), torch.tensor(2.5)], {"rate": torch.ones(1, 1), "count": torch.tensor(7)}]
+)
+def test_numbers_that_are_tensors_inside_of_state_come_back_as_tensors(tmp_path, monkeypatch, entry):
+    found = of_state(tmp_path, monkeypatch, entry)
+    torch.testing.assert_close(found, entry, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("entry", [object(), len, torch.tensor(1j), [torch.ones(2)], {1: 2}], ids=range(5))
 def test_state_that_could_not_be_loaded_is_refused_by_the_save(tmp_path, monkeypatch, entry):
     with pytest.raises(CheckpointError, match=r"the state 'own' of 'up\.weight' of the optimizer cannot be saved"):

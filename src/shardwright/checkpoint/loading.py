@@ -17,7 +17,14 @@ from shardwright.checkpoint.manifest import MANIFEST, Manifest, check_files, fin
 from shardwright.checkpoint.manifest import read as read_manifest
 from shardwright.checkpoint.optimizer_trial import check_options, check_steps, lacks_entry
 from shardwright.checkpoint.saved_groups import saved_options
-from shardwright.checkpoint.saving import LOSS_SCALE, buffer_layout, group_parameters, kept_buffers
+from shardwright.checkpoint.saving import (
+    LOSS_SCALE,
+    OPTIMIZER_STATE,
+    buffer_layout,
+    group_parameters,
+    kept_buffers,
+)
+from shardwright.checkpoint.schema import TENSOR, VALUES
 from shardwright.comm.agreement import gather_json
 from shardwright.errors import CheckpointError
 from shardwright.parallelize.averages import KEY
@@ -236,11 +243,16 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest) -> No
 
 
 def _fill_optimizer(
-    run: Run, optimizer: torch.optim.Optimizer, manifest: Manifest, states: dict[Tensor, dict[str, Any]],
+    run: Run, optimizer: torch.optim.Optimizer, manifest: Manifest, states: dict[Any, dict[str, Any]],
     values: list[tuple[Tensor, Tensor]],
 ) -> tuple[Mapping[str, Any], ...]:  # fmt: skip
     """Adds to ``states`` the optimizer's scalars, such as step counts; returns the options of each param group."""
     elementwise = {name.rpartition("/")[2] for name in manifest.tensors if name.startswith("optimizer/")}
+    now: Mapping[Any, Any] = optimizer.state
+    for key, (kind, value) in manifest.scalars.get(OPTIMIZER_STATE, {}).items():
+        present = now.get(key)
+        device = present.device if isinstance(present, Tensor) else torch.device("cpu")
+        states[key] = _entry(kind, value, device)
     every = []
     listed = {name for saved in manifest.groups for name in saved["parameters"]}
     for group, options in zip(optimizer.param_groups, saved_options(run, optimizer, manifest), strict=True):
@@ -250,13 +262,15 @@ def _fill_optimizer(
                 state = states.setdefault(parameter, {})
                 on_device = group.get("fused") or group.get("capturable")  # then torch keeps step counts there
                 device = parameter.device if on_device else torch.device("cpu")
-                state[key] = torch.tensor(value, dtype=getattr(torch, kind), device=device) if kind else value
-                if kind and key in elementwise:  # a parameter without dims, which this layout may store in a slice
+                state[key] = _entry(kind, value, device)
+                # a parameter without dims may be stored in a slice, and its state then too
+                if kind and key in elementwise and not run.plan.compute[name].shape and isinstance(value, int | float):
                     state[key] = _new_state(run, parameter, key, state[key].dtype)
                     values.append((state[key], torch.full_like(state[key], value)))
             if states.get(parameter) and 0 in run.plan.compute[name].shape:
                 states[parameter].update((key, torch.empty_like(parameter)) for key in elementwise)
-        every.append({key: _like(value, group.get(key), tuple) for key, value in options.items()})
+        device = next((each.device for each in held.values()), torch.device("cpu"))
+        every.append({key: _like(value, group.get(key), tuple, device) for key, value in options.items()})
         check_options(optimizer, group, every[-1])
         for parameter in held.values():
             state = states.get(parameter, {})
@@ -269,22 +283,35 @@ def _fill_optimizer(
     return tuple(every)
 
 
-def _like(saved: Any, present: Any, kind: type[list[Any] | tuple[Any, ...]] = list) -> Any:
-    """Returns a saved option with tuples and sets for lists, and dtypes for text, where the present one has these.
+def _entry(kind: str, value: Any, device: torch.device) -> Any:
+    """Returns an entry of an optimizer's state from its dtype in a manifest, "" if it is no tensor, and its value."""
+    return torch.tensor(value, dtype=getattr(torch, kind), device=device) if kind else _like(value, None, list, device)
 
-    JSON knows neither. Where the present option is neither a list, tuple nor set, a list becomes a ``kind``.
+
+def _like(
+    saved: Any, present: Any, kind: type[list[Any] | tuple[Any, ...]] = list, device: torch.device | None = None
+) -> Any:
+    """Returns a saved option with tensors, tuples, sets and dtypes in place of what JSON has for them.
+
+    Where the present option is a tensor, a number becomes one too. Where the present one is neither a list, tuple nor
+    set, a list becomes a ``kind``. Tensors that the present option lacks lie on ``device``.
     """
+    if isinstance(saved, dict) and saved.keys() == {TENSOR, VALUES}:
+        place = present.device if isinstance(present, Tensor) else device
+        return torch.tensor(saved[VALUES], dtype=getattr(torch, saved[TENSOR]), device=place)
+    if isinstance(present, Tensor) and isinstance(saved, int | float):
+        return torch.full_like(present, saved)
     if isinstance(present, torch.dtype) and isinstance(saved, str):
         if not isinstance(dtype := getattr(torch, saved.removeprefix("torch."), None), torch.dtype):
             raise ValueError(f"{MANIFEST}: '{saved}' in place of a dtype")
         return dtype
     if isinstance(present, set | frozenset) and isinstance(saved, list):
-        return type(present)(_like(value, None, tuple) for value in saved)
+        return type(present)(_like(value, None, tuple, device) for value in saved)
     if isinstance(saved, dict):
         known = present if isinstance(present, dict) else {}
-        return {name: _like(value, known.get(name)) for name, value in saved.items()}
+        return {name: _like(value, known.get(name), list, device) for name, value in saved.items()}
     if not isinstance(saved, list):
         return saved
     inside = present if isinstance(present, list | tuple) else ()
-    found = [_like(value, inside[n] if n < len(inside) else None) for n, value in enumerate(saved)]
+    found = [_like(value, inside[n] if n < len(inside) else None, list, device) for n, value in enumerate(saved)]
     return (type(present) if type(present) in (list, tuple) else kind)(found)

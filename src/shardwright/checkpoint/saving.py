@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwright.checkpoint.manifest import Manifest, StoredBox, checksum, steps_in
+from shardwright.checkpoint.schema import TENSOR, VALUES
 from shardwright.checkpoint.survivors import Meeting, SavedDecision, Survivors, SurvivorState, new_token
 from shardwright.checkpoint.writing import flush, prepare_alone, write_alone, write_checkpoint
 from shardwright.comm.agreement import gather_json
@@ -28,6 +29,9 @@ from shardwright.sharding.tensor_layout import TensorLayout
 
 LOSS_SCALE = "(loss scale)"
 """The key of the fp16 loss scale among a manifest's scalars; no parameter can have this name."""
+
+OPTIMIZER_STATE = "(optimizer)"
+"""The key among a manifest's scalars of what the optimizer's state has under text, and not for a parameter."""
 
 MOST_BYTES = 2**28
 """The most bytes of one file, unless one tensor is larger. A file's tensors are copied in memory to be written."""
@@ -350,8 +354,8 @@ def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dic
 
     Scalars are left out for a parameter of which this rank stores no element.
 
-    Raises: CheckpointError: an entry of a parameter's state is neither a tensor of real numbers nor a value that JSON
-        can hold.
+    Raises: CheckpointError: an entry of the state is neither a tensor of real numbers nor a value that JSON can hold,
+        or is neither for a parameter nor for a name.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, parameter in run.parameters.items():
@@ -359,13 +363,25 @@ def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dic
             continue  # an empty gradient comes whether or not a backward reached the elements, so steps count wrongly
         for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
             if not is_elementwise(value, parameter) and value is not None:
-                is_real = isinstance(value, Tensor) and not value.is_complex()
-                as_json = value.tolist() if is_real else _as_json(f"the state '{key}' of '{name}'", value, nan=True)
-                dtype = str(value.dtype).removeprefix("torch.") if is_real else ""
-                found.setdefault(name, {})[key] = [dtype, as_json]
+                found.setdefault(name, {})[key] = _as_scalar(f"the state '{key}' of '{name}'", value)
+    state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
+    for key, value in state.items():
+        if isinstance(key, Tensor):
+            continue  # a parameter of this rank, or the placeholder of a stage that trains nothing
+        what = f"the state '{key}'"
+        if not isinstance(key, str) or (isinstance(value, Tensor) and value.numel() != 1):
+            raise _not_saved(what, value)
+        found.setdefault(OPTIMIZER_STATE, {})[key] = _as_scalar(what, value)
     if run.loss_scale is not None:
         found[LOSS_SCALE] = {key: ["", value] for key, value in asdict(run.loss_scale).items()}
     return found
+
+
+def _as_scalar(what: str, value: Any) -> list[Any]:
+    """Returns an entry of an optimizer's state as a manifest has it: its dtype, "" of no tensor, and its value."""
+    if isinstance(value, Tensor) and not value.is_complex():
+        return [str(value.dtype).removeprefix("torch."), value.tolist()]
+    return ["", _as_json(what, value, nan=True)]
 
 
 def pack_entries(entries: Entries) -> dict[str, Any]:
@@ -433,7 +449,8 @@ def optimizer_groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple
         {
             "parameters": list(group_parameters(run, group)),
             "options": {
-                key: _as_json(f"the option '{key}' of a param group", value)
+                # a learning rate is a number for every reader
+                key: _as_json(f"the option '{key}' of a param group", _number(value) if key == "lr" else value)
                 for key, value in group.items()
                 if key != "params" and not callable(value) and not isinstance(value, torch.device)
             },
@@ -445,15 +462,15 @@ def optimizer_groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple
 def _as_json(what: str, value: Any, *, nan: bool = False) -> Any:
     """Returns an entry of an optimizer's groups or state, ``what`` in errors, as JSON can hold it.
 
-    A tensor, an array or a scalar of NumPy with one element is that element, a dtype its name, a set a sorted list.
+    A tensor of one element is a dict of its dtype and its values, a dtype its name, and a set a sorted list. An array
+    or a scalar of NumPy with one element is that element. Of a tensor with more elements a rank may have only a part.
 
     Raises: CheckpointError: JSON cannot hold the value, or :func:`~shardwright.load` would refuse it; ``nan`` allows
         NaN.
     """
-    if (isinstance(value, Tensor) and value.numel() == 1) or (
-        type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1
-    ):
-        value = value.item()
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return {TENSOR: str(value.dtype).removeprefix("torch."), VALUES: _as_json(what, value.tolist(), nan=nan)}
+    value = _number(value)
     if isinstance(value, torch.dtype):
         return str(value)
     if isinstance(value, list | tuple):
@@ -464,10 +481,23 @@ def _as_json(what: str, value: Any, *, nan: bool = False) -> Any:
         return {name: _as_json(what, each, nan=nan) for name, each in value.items()}
     if isinstance(value, int | float | str | None) and (nan or value == value):
         return value
-    raise CheckpointError(
+    raise _not_saved(what, value)
+
+
+def _number(value: Any) -> Any:
+    """Returns the element of a tensor, an array or a scalar of NumPy that has one, and any other value as it is."""
+    is_tensor = isinstance(value, Tensor) and value.numel() == 1
+    return (
+        value.item() if is_tensor or (type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1) else value
+    )
+
+
+def _not_saved(what: str, value: Any) -> CheckpointError:
+    return CheckpointError(
         f"{what} of the optimizer cannot be saved",
         given=f"{value!r:.60}, a {type(value).__name__}",
-        allowed="numbers, text, dtypes and None, and lists, tuples, sets and dicts (with text as keys) of these; "
-        "functions and devices among the options of a group, which are not saved",
+        allowed="a real tensor for a parameter; tensors of one element, numbers, text, dtypes and None, and lists, "
+        "tuples, sets and dicts (with text as keys) of these, for a parameter or a name; functions and devices among "
+        "the options of a group, which are not saved",
         fix="keep it in an attribute of the optimizer, and take it out of its param_groups and state before the save",
     )

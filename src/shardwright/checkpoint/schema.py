@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 PART = re.compile(r"part-[0-9]{1,12}(\.[0-9]{1,12})?\.safetensors")
 DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
+TENSOR, VALUES = "tensor", "values"
+"""The keys of the table that stands for a tensor inside of an optimizer's options or state."""
 KEYS = frozenset({"format", "version", "step", "layout", "seed"} | {"optimizer", "scalars", "groups", "extra"}
                  | {"files", "tensors"})  # fmt: skip
 MOST_DIMS = 64
@@ -97,7 +99,8 @@ def _check_state(scalars: Mapping[str, Any], groups: Any) -> None:
         for key, pair in entry.items():
             fits = isinstance(pair, list) and len(pair) == 2 and (pair[0] == "" or pair[0] in DTYPES)
             _need(fits and (_is_number(pair[1]) if pair[0] else _is_plain(pair[1])), f"'{key}' of {name!r:.80}")
-            is_count = key != "step" or not pair[0] or (isinstance(pair[1], int | float) and 0 <= pair[1] < 2**63)
+            counts = tree_leaves(pair[1]) if key == "step" and pair[0] else [0]
+            is_count = len(counts) == 1 and 0 <= counts[0] < 2**63
             _need(is_count, f"the step count of {name!r:.80} is {pair[1]!r:.80}")
     _need(isinstance(groups, list), "'groups' is no list")
     named = Counter[str]()
@@ -149,6 +152,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether a value is plain (number, text, None), or a list or table of plain values."""
+    """Returns whether a value is plain (number, text, None), or a list or table of plain values, as of a tensor."""
+    if isinstance(value, dict) and value.keys() == {TENSOR, VALUES}:
+        return value[TENSOR] in DTYPES and _is_number(value[VALUES])
     inside = value.values() if isinstance(value, dict) else value
     return isinstance(value, _PLAIN) or (isinstance(value, list | dict) and all(map(_is_plain, inside)))
