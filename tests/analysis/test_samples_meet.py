@@ -93,6 +93,10 @@ def with_selected(y):
     return y.index_add(0, chosen, y[chosen][:, :1].expand(-1, 4))
 
 
+def near(y):
+    return (y[:, 0] > 0).long()
+
+
 MEET = {
     "slice, of rows that a condition selects,": first_selected,
     "mean, of rows that a condition selects,": centred,
@@ -107,6 +111,17 @@ MEET = {
     "mul": lambda y: (y, (y.softmax(1).mean(0) * (y > 0).to(y).mean(0)).sum()),  # as experts are balanced
     "a decision by a mean": lambda y: y.roll(int(y.mean(0).topk(1).indices[0]), 1),
     "_cdist_forward": lambda y: torch.cdist(y, y).sum(1),
+    "any": lambda y: y * (y > 2).any(0),
+    "all": lambda y: y * (y > -1).all(0),
+    "mm": lambda y: y - torch.ones(len(y), len(y), device=y.device) @ y / len(y),
+    "linalg_qr": lambda y: y * torch.linalg.qr(y)[1][0, 0],
+    "_linalg_svd": lambda y: y / torch.linalg.matrix_norm(y, 2),
+    "linalg_pinv": lambda y: y + torch.linalg.pinv(y).T,
+    "_pdist_forward": lambda y: y * torch.pdist(y).sum(),
+    "dist": lambda y: y * torch.dist(y, torch.zeros_like(y)),
+    "renorm": lambda y: torch.renorm(y, 2, 1, 1.0),
+    "segment_reduce": lambda y: y - torch.segment_reduce(y, "mean", lengths=torch.tensor([len(y)], device=y.device))[0],
+    "index_put": lambda y: y - torch.zeros(2, 4, device=y.device).index_put((near(y),), y, accumulate=True)[near(y)],
 }
 
 APART = {
@@ -121,6 +136,13 @@ APART = {
     "of each sample": lambda y: y.softmax(1) * y.mean(1, keepdim=True).sqrt(),
     "a number that is added": lambda y: (y, y.square().mean() + y.abs().mean() / 3),
     "a mean by a count": lambda y: (y, (y.square() * (y > 0)).sum() / len(y)),
+    "matrices of each sample": lambda y: torch.linalg.svdvals(y.view(-1, 2, 2)).sum(1),
+    "factors of each sample": lambda y: torch.linalg.qr(y.view(-1, 2, 2))[1],
+    "a solution for each sample": lambda y: torch.linalg.solve(torch.eye(4, device=y.device) * 2, y.T).T,
+    "lengths of each sample": lambda y: torch.renorm(y, 2, 0, 1.0),
+    "any of each sample": lambda y: y * (y > 2).any(1, keepdim=True),
+    "weights between features": lambda y: y @ torch.ones(4, 4, device=y.device),
+    "rows that are put back": lambda y: torch.zeros_like(y).index_put((torch.arange(len(y)),), y, accumulate=True),
     "a decision by one sample": lambda y: y.roll(int(y[0, 0] > 0), 1),
 }
 
@@ -208,3 +230,26 @@ def test_a_layout_that_cuts_samples_names_a_loss_that_it_changes(line, meets, la
         verdict = verify(model, line, [batch], loss=LOSSES["mm"])
     assert verdict.equal is not meets
     assert any("the loss takes mm over all samples" in str(each.message) for each in found) is meets
+
+
+MIXED = {
+    "nansum": lambda y: y - y.nansum(0),
+    "a mean in a slice": lambda y: centred_by_slice(y),
+    "a decorrelation": lambda y: (
+        torch.linalg.solve_triangular(
+            torch.linalg.cholesky(y.T @ y + torch.eye(4, device=y.device)), y.T, upper=False
+        ).T
+    ),
+    "a norm of a list": lambda y: y / torch._foreach_norm([y])[0],
+}
+
+
+def centred_by_slice(y):
+    means = torch.zeros(2, 4, device=y.device)
+    means[0:1] = y.mean(0, keepdim=True)
+    return y - means[0]
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_sums_that_go_back_into_each_sample_by_rarer_ways_mix_samples(name):
+    assert ModelGraph(Meets(MIXED[name]), torch.empty(8, 4)).mixing_call() is not None

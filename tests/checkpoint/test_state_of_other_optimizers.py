@@ -132,10 +132,13 @@ def resumed(model, kind, folder, before, after):
 
 
 WAYS = [("single", "dp2"), ("dp2", "single"), ("dp2", "pp2/1f1b mb2")]
+SHARDED = [("single", "dp2/zero3"), ("dp2/zero1", "single"), ("dp3/zero1", "dp2/zero2"), ("dp5/zero3", "pp2/1f1b mb2")]
 CASES = [(kind, *way) for kind in (CountsForAll, Estimates, ByRows, ForTheTensor, CountsInOneElement) for way in WAYS]
 
 
-@pytest.mark.parametrize(("kind", "before", "after"), CASES[:2] + CASES[3:])  # a stage counts no steps of all tensors
+@pytest.mark.parametrize(
+    ("kind", "before", "after"), CASES[:2] + CASES[3:] + [(CountsInOneElement, *way) for way in SHARDED]
+)  # a stage counts no steps of all tensors
 def test_an_optimizer_goes_on_as_from_its_own_state_dict(kind, before, after, tmp_path):
     torch.manual_seed(0)
     model = Gated().double()

@@ -139,3 +139,32 @@ def test_pruned_layers_on_other_stages_keep_their_masks(line, is_traced):
     batches = [(torch.randn(8, 6, 6), torch.randn(8, 6, 6)) for _ in range(2)]
     verdict = sw.verify(Pruned(is_traced=is_traced), line, batches, loss=MeanSquaredError())
     assert verdict.equal, str(verdict)
+
+
+class Moving(nn.Module):
+    """Calls ``to`` of its layer in each forward, with ``given``."""
+
+    def __init__(self, *given):
+        super().__init__()
+        self.first, self.last, self.given = nn.Linear(8, 16), nn.Linear(16, 8), given
+
+    def forward(self, x):
+        if self.given:
+            self.first.to(*self.given)
+        return self.last(torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize("line", ["dp2", "dp2 bf16", "tp2 bf16", "dp2/zero3", "dp2/zero1 bf16", "pp2/1f1b bf16"])
+def test_a_move_to_the_device_that_a_layer_is_on_already_is_no_write(line):
+    torch.manual_seed(0)
+    moving, batches = Moving("cpu"), [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(2)]
+    still = Moving()
+    still.load_state_dict(moving.state_dict())
+    given = {"example": batches[0][0]}
+    assert losses(moving, line, batches, **given) == losses(still, line, batches, **given)
+
+
+def test_a_conversion_of_rounded_weights_is_still_refused():
+    batches = [(torch.randn(8, 8), torch.randn(8, 8))]
+    with pytest.raises(LayoutError, match=r"the forward writes to the parameter 'first\.weight'"):
+        losses(Moving("cpu", torch.float32), "dp2 bf16", batches, example=batches[0][0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from shardwright import verify
 from shardwright.analysis.module_calls import call_model
+from shardwright.checkpoint.saving import save
 from shardwright.comm.launch import launch
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
@@ -27,6 +29,7 @@ from shardwright.plan.batch_shard import microbatch_samples
 from shardwright.plan.plan import Job
 from shardwright.rng import RngTracker, key_dropout
 from shardwright.sharding.box import cut
+from shardwright.weights.saving import save_weights
 
 ONE_KV_HEAD = GPTConfig(
     style="llama", vocabulary=19, num_layers=2, num_heads=3, num_kv_heads=1, width=12, hidden=7, dropout=0.1
@@ -625,3 +628,27 @@ def test_a_loop_that_asks_whether_to_stop_ends_at_a_signal_on_all_ranks_after_th
         assert signal.getsignal(number) is signal.default_int_handler
     finally:
         signal.signal(number, before)
+
+
+class WithExtra(nn.Linear):
+    def get_extra_state(self):
+        return {"seen": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+@pytest.mark.parametrize("line", ["dp2", "pp2"])
+def test_extra_state_that_no_file_has_is_warned_of(line, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), WithExtra(4, 4))
+
+    def work(world):
+        run = parallelize(model, line, world)
+        save(tmp_path, run)
+        run.state_dict()
+        save_weights(run, tmp_path / "x.pt")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        launch(work, 2, ranks="threads")
+    assert sum("the extra state of a module is left out" in str(each.message) for each in caught) == 3

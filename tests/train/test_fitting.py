@@ -69,3 +69,28 @@ def test_a_large_model_that_asks_whether_a_mask_is_all_ones_is_planned_on_its_da
     said = json.loads(found.stdout)
     if command == "plan":
         assert said["num_parameters"] == 2**20 * 128 + 128 * 8 + 8
+
+
+VECTORS = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
+
+def data():
+    return [(torch.arange(12.0) * number, torch.tensor(number % 5)) for number in range(64)]
+"""
+
+
+@pytest.mark.parametrize(
+    "command", ["show --layout dp2", "plan --layout dp2 --cluster a100-80gb:1x2", "train --layout dp2 --steps 1"]
+)
+def test_a_batch_norm_of_vectors_is_tried_on_two_samples(command, tmp_path, monkeypatch):
+    (tmp_path / "vectors.py").write_text(VECTORS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    line = f"{command} --model vectors:build --data vectors:data --batch 8"
+    more = ["--out", "run", "--ranks", "threads"] if command.startswith("train") else []
+    found = CliRunner().invoke(app, [*line.split(), *more])
+    assert found.exit_code == 0, found.output

@@ -17,6 +17,10 @@ from shardwright.rng import with_names
 LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
+class WithoutBranches(partial[Any]):
+    """The forward of a module inside of :func:`without_branches`: that of its class, but for what it asks of masks."""
+
+
 @contextmanager
 def without_branches(model: nn.Module) -> Iterator[None]:
     """Returns a context in which torch's transformers run on the meta device.
@@ -35,7 +39,7 @@ def without_branches(model: nn.Module) -> Iterator[None]:
     transformers = [module for module in model.modules() if any(runs_as(module, kind) for kind in kinds)]
     for module in transformers:
         forward = with_names(type(module).forward, _detect_is_causal_mask=_is_causal)
-        module.forward = partial(forward, module)
+        module.forward = WithoutBranches(forward, module)
     try:
         yield
     finally:

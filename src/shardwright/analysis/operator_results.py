@@ -225,13 +225,23 @@ def _bincount(indices: Tensor, weights: Tensor | None = None, minlength: int = 0
     return indices.new_empty(minlength, dtype=dtype)
 
 
+def _like_scores(grad: Tensor, scores: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Returns a meta result of a loss's backward: torch's kernels divide by the number of elements, which may be 0."""
+    return torch.empty_like(scores)
+
+
 _OWN_KERNELS: Mapping[str, Callable[..., Any]] = {
     "bincount": _bincount,
     "_grouped_mm": _product_of_groups,
     "_ctc_loss": _ctc_loss,
-    "_ctc_loss_backward": lambda grad, log_probs, *_, **__: torch.empty_like(log_probs),
+    "_ctc_loss_backward": _like_scores,
+    **dict.fromkeys(("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward"), _like_scores),
+    "binary_cross_entropy_backward": _like_scores,
 }
-"""Operators for which torch has no meta kernel, or one for few dtypes, with the functions that run in its place."""
+"""Operators for which torch has no meta kernel, or one for few dtypes or for tensors with elements alone.
+
+With each comes the function that runs in its place.
+"""
 
 
 @cache

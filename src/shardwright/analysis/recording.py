@@ -355,6 +355,8 @@ _ASKS_SIZES = frozenset(
 """The functions that a TorchFunctionMode sees when code reads the shape or size of a tensor."""
 
 
+_MOVES = frozenset((Tensor.to, Tensor.cpu, Tensor.cuda))
+
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # torch's stubs declare it as a plain attribute
 """The function that a TorchFunctionMode is given for ``tensor.data = ...``, which calls no operator."""
 
@@ -365,6 +367,7 @@ class _WholeCalls(TorchFunctionMode):
     def __init__(self, recorded: Recorded) -> None:
         super().__init__()
         self._recorded = recorded
+        self._moved: nn.Parameter | None = None  # to a device alone, as module.to(x.device) does before it sets .data
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -374,8 +377,11 @@ class _WholeCalls(TorchFunctionMode):
         if func in _ASKS_SIZES and isinstance(args[0], nn.Parameter):
             recorded = self._recorded
             recorded.recording.measured[recorded.use(args[0].detach()).name].add(recorded.where()[0])
-        if func == _SETS_DATA and isinstance(args[0], nn.Parameter):
-            self._recorded.assigns(args[0].detach(), args[1], is_same=args[1] is args[0])
+        if func in _MOVES and isinstance(args[0], nn.Parameter):
+            self._moved = None if any(isinstance(each, torch.dtype) for each in (*args, *named.values())) else args[0]
+        is_same = func == _SETS_DATA and args[1] is args[0]
+        if func == _SETS_DATA and isinstance(args[0], nn.Parameter) and not (is_same and self._moved is args[0]):
+            self._recorded.assigns(args[0].detach(), args[1], is_same=is_same)
         if func in TAKES_GRADIENT:
             raise NotImplementedError("the forward takes a gradient itself, which no record of operators has")
         # torch.vmap and similar transforms wrap tensors, so the mode that runs a model on shards does not know a shard

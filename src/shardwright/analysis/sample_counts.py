@@ -20,6 +20,9 @@ _MAKERS = frozenset(("arange", "linspace", "logspace"))
 _PARTS = frozenset(("slice", "narrow", "split", "split_with_sizes"))
 """Functions that take successive elements of a tensor."""
 
+_PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "linear", "mm"))
+"""Functions in which a matrix of places says which samples or rows are added up, as those of one graph are."""
+
 _PICKS = ("index", "gather", "scatter", "embedding", "take", "sort", "cross_entropy", "nll_loss")
 """Parts of the names of functions that only take elements, or put them, by numbers among their operands."""
 
@@ -56,7 +59,7 @@ def calls_by_place(recording: Recording) -> list[int]:
         operands = call.operands
         if not of_samples.isdisjoint(operands):
             of_samples.update(call.results, call.written)
-            is_value = not _picks(call) and any(map(_is_float, call.results))
+            is_value = not _picks(call) and call.name not in _PRODUCTS and any(map(_is_float, call.results))
             if is_value and not by_place.isdisjoint(operands):
                 found.append(index)
             continue

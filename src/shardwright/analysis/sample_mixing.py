@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.copying import copied
+from shardwright.analysis.dim_letters import Role
 from shardwright.analysis.hidden_outputs import unseen_outputs
 from shardwright.analysis.loss_means import other_means, sum_call
 from shardwright.analysis.marked_inputs import sample_tensors
@@ -31,8 +32,8 @@ COUNTS = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 10
 recognised."""
 
 _SUMS = frozenset((
-    "sum", "mean", "var", "std", "var_mean", "logsumexp", "prod", "norm", "linalg_vector_norm",
-    "mm", "bmm", "addmm", "baddbmm", "linear", "mv", "dot",
+    "sum", "nansum", "mean", "var", "std", "var_mean", "logsumexp", "prod", "norm", "linalg_vector_norm",
+    "_foreach_norm", "mm", "bmm", "addmm", "baddbmm", "linear", "mv", "addmv", "dot",
 ))  # fmt: skip
 """Operators that compute one value from many. An operator that picks a sample, such as an index, is not one of them,
 because masks use it. A maximum is not either, because it may serve precision alone; :func:`meetings` has it.
@@ -65,6 +66,12 @@ _BENDS = frozenset((
 
 _PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "div", "dot", "linear", "mm", "mul", "mv"))
 """Operators that are not linear where several operands are sums over samples."""
+
+_SOLVES = frozenset(("_linalg_solve_ex", "cholesky_solve", "linalg_lu_solve", "linalg_solve_triangular"))
+"""Operators by which a matrix that several samples make up goes back into each of them."""
+
+_VIEWS = frozenset(("as_strided", "narrow", "select", "slice", "split", "split_with_sizes", "unbind", "view"))
+"""Operators whose results show some elements of their operand: what is written there the operand has too."""
 
 BATCH_NORM_CALLS = (
     "native_batch_norm",
@@ -117,6 +124,7 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
     count = recording.num_samples
     sums, found = _sums(recording, axes)[0], dict[tuple[str, str], None]()
     trained, leading = _trained(recording), _leading(recording)
+    over = {id(use.call) for use in axes.uses if use.role is Role.SUM and not batch.isdisjoint(leaves(use.axis))}
 
     def of_batch(use: TensorUse) -> list[set[DimAxis]]:
         return [batch.intersection(leaves(axis)) for axis in axes.of(use)]
@@ -130,16 +138,19 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
             is_used = first in trained and not leading.isdisjoint(call.results)
             if is_used and of_batch(first)[call.argument(1, "dim", -1)]:
                 found[call.module, "a running count"] = None
-        if not results:
-            continue
         before, meets = of_batch(first), False
+        decides = name in ("all", "any") and first in trained and not leading.isdisjoint(call.results)
+        if not results and not decides:
+            continue
         if all(sum(map(bool, of_batch(use))) < 2 for use in call.operands):
             meets = any(sum(map(bool, of_batch(use))) > 1 for use in results)
-        if name in _REDUCTIONS and first.kind != "constant":
-            meets |= bool(set().union(*before) - set().union(*of_batch(results[0])))
+        if decides or (name in _REDUCTIONS and first.kind != "constant"):
+            meets |= bool(set().union(*before) - set().union(*of_batch(call.results[0])))
         if name in _ALONG and _has_values(first):
             given = call.argument(_ALONG[name], "dims" if name in ("flip", "roll") else "dim", -1)
             meets |= any(before[dim] for dim in ([given] if isinstance(given, int) else given) if before)
+        # each sample is a sum over all: with a matrix of weights between samples
+        meets |= id(call) in over and any(map(any, map(of_batch, results)))
         meets |= needs_other_samples(call, axes, batch)
         is_used = not trained.isdisjoint(call.operands) and not leading.isdisjoint((*results, *call.written))
         meets |= is_used and adds_up_groups(call, axes, batch, count)
@@ -338,16 +349,23 @@ def _sums(
 
     sums: dict[TensorUse, RecordedCall] = {}
     back: list[RecordedCall] = []
+    viewed: dict[TensorUse, TensorUse] = {}  # each view, with the tensor of which it shows elements
     for call in recording.calls:
+        if call.name in _VIEWS and call.operands:
+            viewed.update(dict.fromkeys(call.results, call.operands[0]))
         origin = next((sums[use] for use in call.operands if use in sums and not has_samples(use)), None)
         valued = [use for use in call.operands if _has_values(use)]
-        is_sum = call.name in _SUMS or (call.name in _LOSSES and not call.results[0].shape)
+        is_sum = call.name.removesuffix("_") in _SUMS or (call.name in _LOSSES and not call.results[0].shape)
         if origin is None and is_sum and any(map(has_samples, valued)):
             origin = call
-        elif origin is not None and any(map(has_samples, call.results)):
+        elif origin is not None and any(map(has_samples, call.operands if call.name in _SOLVES else call.results)):
             back.append(origin)
         if origin is not None:
-            sums.update((use, origin) for use in call.results if not has_samples(use))
+            made = [*call.results, *call.written]
+            for use in made:
+                if use in viewed:
+                    made.append(viewed[use])
+            sums.update((use, origin) for use in made if not has_samples(use))
     return sums, back
 
 

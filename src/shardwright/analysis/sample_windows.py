@@ -32,11 +32,18 @@ _SCATTERS = frozenset(("index_add", "index_reduce", "scatter_add", "scatter_redu
 """Operators that add up elements of argument 3 along a dim, argument 1, each where an index says."""
 
 
+_MATRIX_NAMES = ("linalg_", "_linalg_", "cholesky", "geqrf", "qr", "svd")
+"""How the names of operators begin that compute each value from a whole matrix, the last two dims of operand 0."""
+
+_OF_VECTORS = frozenset(("cholesky_solve", "linalg_cross", "linalg_vector_norm"))
+
+
 def needs_other_samples(call: RecordedCall, axes: RunAxes, batch: Collection[DimAxis]) -> bool:
     """Returns whether an operator mixes samples, because a dim along which it mixes elements holds the samples.
 
     ``batch`` has the indices of the samples (:meth:`RunAxes.of_samples`). Only convolutions, pooling, interpolation,
-    norms and attention are known here; for any other operator the result is False.
+    norms, attention and what factors matrices or compares all rows are known here; for any other operator the result is
+    False.
     """
     x = call.operands[0] if call.operands else None
     if x is None or not x.dtype.is_floating_point:
@@ -67,7 +74,19 @@ def needs_other_samples(call: RecordedCall, axes: RunAxes, batch: Collection[Dim
         tokens = set(leaves(axes.of(keys)[-2]))
         # samples of several tokens each, end to end, may be kept apart by the mask
         return not tokens.isdisjoint(batch) and (not is_masked or tokens <= {*batch})
-    return False
+    return any(holds(x, dim) for dim in _mixed_dims(call, last))
+
+
+def _mixed_dims(call: RecordedCall, num_dims: int) -> Collection[int]:
+    """Returns the dims of operand 0, of ``num_dims``, from which an operator that has no rule computes each value."""
+    name = call.name.removesuffix("_")
+    if name.startswith(_MATRIX_NAMES) and name not in _OF_VECTORS:
+        return range(num_dims)[-2:]
+    if name == "renorm":
+        return {*range(num_dims)} - {call.args[2] % num_dims}
+    if name in ("dist", "_pdist_forward", "pdist"):
+        return range(num_dims)
+    return [call.argument(4, "axis", 0) % num_dims] if name == "segment_reduce" else ()
 
 
 def adds_up_groups(call: RecordedCall, axes: RunAxes, batch: Collection[DimAxis], count: int) -> bool:
@@ -75,14 +94,23 @@ def adds_up_groups(call: RecordedCall, axes: RunAxes, batch: Collection[DimAxis]
 
     ``count`` is the number of samples: what is put back into a dim of samples is not added up.
     """
-    if call.name.removesuffix("_") not in _SCATTERS or len(call.args) < 4 or not isinstance(call.args[3], TensorUse):
+
+    def holds(use: TensorUse, dim: int) -> bool:
+        return any(leaf in batch for leaf in leaves(axes.of(use)[dim]))
+
+    name = call.name.removesuffix("_")
+    if name in ("index_put", "_index_put_impl") and call.argument(3, "accumulate", False) is True:
+        target, source = call.args[0], call.args[2]
+        into = any(holds(target, dim) for dim in range(len(target.shape)))
+        return bool(source.shape) and source.dtype.is_floating_point and not into and holds(source, 0)
+    if name not in _SCATTERS or len(call.args) < 4 or not isinstance(call.args[3], TensorUse):
         return False
     target, source = call.args[0], call.args[3]
     if not source.shape or not source.dtype.is_floating_point:
         return False
     dim = call.args[1] % len(source.shape)
-    into = any(leaf in batch for leaf in leaves(axes.of(target)[dim])) or target.shape[dim] % count == 0
-    return not into and any(leaf in batch for leaf in leaves(axes.of(source)[dim]))
+    into = holds(target, dim) or target.shape[dim] % count == 0
+    return not into and holds(source, dim)
 
 
 def _is_whole(dim: Dim, letters: DimLetters) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.saving import is_elementwise
 from shardwright.runtime.optimizer_step import step_without_hooks
 
 
@@ -82,6 +81,32 @@ def check_steps(
             raise ValueError(f"{type(optimizer).__name__} cannot step with {why}") from failure
 
 
+def is_elementwise(value: Any, parameter: Tensor) -> bool:
+    """Returns whether a value of an optimizer's state is a tensor of its parameter's shape, such as Adam's moments.
+
+    It is False for a tensor without dims, such as a step count.
+    """
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def keys_without_elements(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the keys of tensors in an optimizer's state that are not elementwise, such as step counts.
+
+    A new optimizer of the class steps a parameter of two elements with the options of ``group``: of one element, a
+    count in ``torch.zeros(1)`` has the shape of the parameter. The result is empty if it cannot step that.
+
+    >>> adam = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    >>> keys_without_elements(adam, adam.param_groups[0])
+    frozenset({'step'})
+    """
+    two = nn.Parameter(group["params"][0].detach().new_zeros(2))
+    trial, failure = _stepped(optimizer, group, two, {})
+    if trial is None or failure is not None:
+        return frozenset()
+    state = trial.state[two].items()
+    return frozenset(key for key, value in state if isinstance(value, Tensor) and not is_elementwise(value, two))
+
+
 def lacks_entry(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], options: Mapping[str, Any],
     parameter: nn.Parameter, state: Mapping[str, Any],
@@ -112,16 +137,23 @@ def _failure(
 ) -> Exception | None:
     """Returns the error that a step of a parameter of one element raises, or None."""
     one = nn.Parameter(torch.zeros((1,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device))
-    one.grad = torch.zeros_like(one)
+    return _stepped(optimizer, options, one, state)[1]
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], own: nn.Parameter, state: Mapping[str, Any]
+) -> tuple[torch.optim.Optimizer | None, Exception | None]:
+    """Returns a new optimizer of the same class that has stepped the parameter ``own``, and the error, if any."""
+    own.grad, trial = torch.zeros_like(own), None
     try:
         trial = type(optimizer).__new__(type(optimizer))  # as unpickling makes one: without hooks and later methods
-        own = copy.deepcopy({key: value for key, value in options.items() if key != "params"})
+        given = copy.deepcopy({key: value for key, value in options.items() if key != "params"})
         trial.__setstate__(
-            {"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": [{**own, "params": [one]}]}
+            {"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": [{**given, "params": [own]}]}
         )
         if state:  # now, because __setstate__ mends some of what load would not
-            trial.state[one] = dict(state)
+            trial.state[own] = dict(state)
         step_without_hooks(trial)  # hooks of all optimizers are the user's
     except Exception as failure:  # any optimizer's code runs here
-        return failure
-    return None
+        return trial, failure
+    return trial, None

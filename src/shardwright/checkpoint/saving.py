@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwright.checkpoint.manifest import Manifest, StoredBox, checksum, steps_in
+from shardwright.checkpoint.optimizer_trial import is_elementwise, keys_without_elements
 from shardwright.checkpoint.schema import TENSOR, VALUES
 from shardwright.checkpoint.survivors import Meeting, SavedDecision, Survivors, SurvivorState, new_token
 from shardwright.checkpoint.writing import flush, prepare_alone, write_alone, write_checkpoint
@@ -22,6 +23,7 @@ from shardwright.comm.agreement import gather_json
 from shardwright.errors import CheckpointError, explain
 from shardwright.formatting import format_bytes, numbered
 from shardwright.parallelize.run import Run, check_run
+from shardwright.parallelize.whole_state import warn_of_extra_state
 from shardwright.runtime.applied import Offload
 from shardwright.sharding.box import Box, Piece
 from shardwright.sharding.box import read as read_box
@@ -98,6 +100,7 @@ def save(
     everyone = run.axes["world"].for_strategy("checkpoint")
     write_checkpoint(run.world, everyone, final, token, write, merge, keep=keep, snapshot=None if wait else snapshot)
     if run.world.rank == 0:  # after what all ranks take part in: a warning may be an error, of this rank alone
+        warn_of_extra_state(run.model)
         if optimizer is not None:
             _warn_of_others(run, optimizer)
         if keep != 1:  # which removes all others
@@ -311,9 +314,18 @@ def _state(run: Run, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[
     """Yields (global name, layout, local tensor) of each parameter and of the optimizer's per-element state."""
     for name, parameter in run.parameters.items():
         yield name, run.plan.state[name].parameter, parameter
+        whole = _keys_without_elements(optimizer, parameter)
         for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
-            if is_elementwise(value, parameter):
+            if is_elementwise(value, parameter) and key not in whole:
                 yield f"optimizer/{name}/{key}", run.plan.state[name].optimizer, value
+
+
+def _keys_without_elements(optimizer: torch.optim.Optimizer | None, parameter: Tensor) -> frozenset[str]:
+    """Returns the keys of state that is not elementwise, of a parameter of one element, of which shapes do not tell."""
+    if optimizer is None or parameter.shape != (1,) or not optimizer.state.get(parameter):
+        return frozenset()
+    group = next(group for group in optimizer.param_groups if any(each is parameter for each in group["params"]))
+    return keys_without_elements(optimizer, group)
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -341,14 +353,6 @@ def buffer_layout(run: Run, name: str, buffer: Tensor) -> TensorLayout:
     return layout.of_shape(shape) if layout.is_held_at(run.coord) else layout
 
 
-def is_elementwise(value: Any, parameter: Tensor) -> bool:
-    """Returns whether a value of an optimizer's state is a tensor of its parameter's shape, such as Adam's moments.
-
-    It is False for a tensor without dims, such as a step count.
-    """
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
-
-
 def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
     """Returns the state that is equal on all ranks that have it: optimizer scalars such as step counts, the loss scale.
 
@@ -361,8 +365,9 @@ def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dic
     for name, parameter in run.parameters.items():
         if not parameter.numel() and 0 not in run.plan.state[name].optimizer.shape:
             continue  # an empty gradient comes whether or not a backward reached the elements, so steps count wrongly
+        whole = _keys_without_elements(optimizer, parameter)
         for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
-            if not is_elementwise(value, parameter) and value is not None:
+            if value is not None and (key in whole or not is_elementwise(value, parameter)):
                 found.setdefault(name, {})[key] = _as_scalar(f"the state '{key}' of '{name}'", value)
     state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
     for key, value in state.items():

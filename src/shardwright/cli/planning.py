@@ -38,7 +38,7 @@ def model_and_batch(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[An
     """
     from shardwright.train.opening import opened_example
 
-    model, loss, found = opened_example(replace(config, layout="single", batch=1))
+    model, loss, found = opened_example(replace(config, layout="single", batch=min(2, config.batch)))
     if found is None:
         raise PlanError(
             "a step of this model cannot be priced: the shape of its batches is unknown",

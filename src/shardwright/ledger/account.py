@@ -237,7 +237,8 @@ def _rehearsed(
     job = job._replace(stands_for="" if device in HOST else device)
     run = under_plan(job, planned.plan, planned.strategies, world)
     # a part is a view of the whole batch, as in a run on the CPU; values are kept where the model's code needs them
-    on_meta_device = map_tensors(batch, lambda tensor: tensor.to("meta"))
+    moved: dict[int, Tensor] = {}  # the labels of a model that computes its loss are among its inputs too
+    on_meta_device = map_tensors(batch, lambda tensor: moved.setdefault(id(tensor), tensor.to("meta")))
     given = cloned(batch[0]) if run.plan.reads_values else on_meta_device[0]
     (microbatch,) = run.shard([(given, on_meta_device[1])])
     if run.plan.stages is not None:

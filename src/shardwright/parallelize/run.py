@@ -44,6 +44,7 @@ from shardwright.parallelize.whole_state import (
     part_of_state,
     refuse_loads,
     refuse_parts,
+    warn_of_extra_state,
     whole_state,
 )
 from shardwright.plan.plan import Job, Plan
@@ -581,6 +582,8 @@ class Run(RankState):
         >>> sw.launch(work, 2, ranks="threads")[1]
         [torch.Size([2, 4]), torch.Size([4])]
         """
+        if self.world.rank == 0:
+            warn_of_extra_state(self.model)
         return whole_state(self) if full else part_of_state(self)
 
     def load_state_dict(

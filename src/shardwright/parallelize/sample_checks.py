@@ -96,9 +96,9 @@ def warn_of_counts(graph: ModelGraph, loss: nn.Module, plan: Plan, world: World)
     for path, name in dict.fromkeys((call.module, call.name) for call in graph.calls_by_place()):
         warn(
             f"'{path or 'the model'}' computes with a sample's place in the batch ({name}), which under {plan.layout} "
-            "is its place among the samples of a rank or a microbatch, so that the result differs from one device. "
-            "Give the model the places as an input. If these are no places but tokens, as where the batch is in "
-            "another dim, put the batch in dim 0",
+            "is its place among the samples of a rank or a microbatch: where these values differ, so does the result "
+            "from one device, and verify says by how much. Give the model the places as an input. If these are no "
+            "places but tokens, as where the batch is in another dim, put the batch in dim 0",
             stacklevel=3,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -14,13 +15,29 @@ from torch import Tensor, nn
 from shardwright.analysis.structure import owners
 from shardwright.comm.agreement import gather_json, text_digest
 from shardwright.comm.axis import Axis
-from shardwright.errors import PlanError
+from shardwright.errors import PlanError, explain
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.parallelize.rank_state import RankState
 from shardwright.plan.plan import Plan
 from shardwright.sharding.box import read
 from shardwright.sharding.tensor_layout import TensorLayout
+
+
+def warn_of_extra_state(model: nn.Module) -> None:
+    """Warns of modules with state beside tensors (``get_extra_state``), which neither state dicts nor files have."""
+    kinds = (nn.Module.get_extra_state, nn.Module.set_extra_state)
+    for path, module in model.named_modules():
+        if (type(module).get_extra_state, type(module).set_extra_state) != kinds:
+            warnings.warn(
+                explain(
+                    "the extra state of a module is left out",
+                    given=f"{type(module).__name__} at '{path}', whose get_extra_state returns more than tensors have",
+                    allowed="parameters and persistent buffers, which are whole under any layout",
+                    fix="keep it in a buffer, or in the 'extra' of sw.save(folder, run, optimizer, extra={...})",
+                ),
+                stacklevel=3,
+            )
 
 
 def clear_both(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

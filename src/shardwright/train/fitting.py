@@ -48,17 +48,25 @@ def check_room(model: nn.Module, layout: Layout) -> None:
         )
 
 
+def first_samples(config: TrainConfig, data: Dataset) -> tuple[Any, Any]:
+    """Returns the first two samples as a batch, or the first one where the batches of ``config`` have no more.
+
+    A BatchNorm of vectors has no variance of one sample.
+    """
+    return global_batch(data, range(min(2, config.batch, len(data))))
+
+
 def check_takes(
     config: TrainConfig, model: nn.Module, loss: nn.Module, data: Dataset, *, builds_large: bool = True
 ) -> None:
-    """Raises PlanError if a forward of a user's own model, or its loss, fails on the first sample of the data.
+    """Raises PlanError if a forward of a user's own model, or its loss, fails on the first samples of the data.
 
     The forward runs on the meta device. A model of up to 256 MiB is also built from ``config`` and tried with values,
     which show, for example, a token outside of the vocabulary. With ``builds_large``, so is a larger model that fails
     on the meta device, since some code reads values, and a batch that leaves a rank without samples is refused for a
     model that cannot compute on no samples.
     """
-    batch, num = global_batch(data, range(1)), num_shares(Layout.parse(config.layout))
+    batch, num = first_samples(config, data), num_shares(Layout.parse(config.layout))
     order = SampleOrder(len(data), config.batch, config.seed)
     least = min(config.batch, len(data))
     if config.last_step >= order.num_steps_per_epoch:  # the last batch of an epoch may be smaller

@@ -16,8 +16,8 @@ from shardwright.models.losses import CrossEntropy
 from shardwright.models.model_loss import ModelLoss
 from shardwright.rng import without_values
 from shardwright.train.config import TrainConfig
-from shardwright.train.data import Dataset, Split, first_sample_repeated, global_batch, open_data
-from shardwright.train.fitting import check_takes, failure_on_meta
+from shardwright.train.data import Dataset, Split, first_sample_repeated, open_data
+from shardwright.train.fitting import check_takes, failure_on_meta, first_samples
 from shardwright.train.given_data import MapDataset
 
 
@@ -68,7 +68,7 @@ def opened_example(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[Any
         model, loss, _, data = opened(config)
         if config.data != TrainConfig.data:
             check_takes(config, model, loss, data, builds_large=False)
-        elif failure_on_meta(model, loss, global_batch(data, range(1)), guesses=True) is not None:
+        elif failure_on_meta(model, loss, first_samples(config, data), guesses=True) is not None:
             return model, loss, None
     except PlanError:
         if config.data != TrainConfig.data:

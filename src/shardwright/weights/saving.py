@@ -19,7 +19,7 @@ from shardwright.errors import CheckpointError, PlanError, fix_for
 from shardwright.formatting import first_line
 from shardwright.parallelize.filling import Names, StateTensor, WeightStore, check_names, renamed, state_tensors
 from shardwright.parallelize.run import Run, check_run
-from shardwright.parallelize.whole_state import gather_whole
+from shardwright.parallelize.whole_state import gather_whole, warn_of_extra_state
 from shardwright.sharding.box import Box
 from shardwright.weights.adapters import ADAPTER, adapter_files, adapter_in, adapter_names, check_found, check_unwrapped
 from shardwright.weights.configs import files_beside
@@ -127,6 +127,8 @@ def save_weights(
             allowed="averages=True with the path of a checkpoint",
             fix="write with averages.applied(): sw.save_weights(run, to), where averages = run.average(optimizer)",
         )
+    if source.world.rank == 0:
+        warn_of_extra_state(source.model)
     return _save_run(source, writing)
 
 

@@ -279,7 +279,7 @@ def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection
     refused |= {leaf for use in lookups if any(use.call.args[3:]) for leaf in leaves(use.axis)}  # scaled, or sparse
     refused |= {leaf for name in kept for axis in axes.of(recording.parameters[name]) for leaf in leaves(axis)}
     found: _Candidates = {}
-    for use in recording.parameters.values():
+    for use in (each for each in recording.parameters.values() if prod(each.shape)):
         for axis in axes.of(use):
             for leaf in dict.fromkeys(leaves(axis)):  # in order: every rank makes the same choice
                 if leaf.whole in ("", CLASSES) and leaf.size >= size and leaf not in refused:
