@@ -117,6 +117,66 @@ def test_a_replaced_copy_of_a_shard_is_an_error_on_one_rank_too(line, way):
         losses(Normalized(way), line, batches)
 
 
+class Around(nn.Module):
+    """Changes a weight for the forward, and puts back what it was: code that runs before and after all layers."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.first, self.last, self.way = nn.Linear(8, 16), nn.Linear(16, 8), way
+
+    def forward(self, x):
+        weight, before = self.first.weight, self.first.weight.data.clone()
+        with torch.no_grad():
+            if self.way == "all at once":
+                torch._foreach_mul_(list(self.parameters()), 0.99)
+            elif self.way == "data":
+                weight.data = before * 0.5
+            else:
+                weight.data.add_(0.1)
+        y = self.last(torch.relu(self.first(x)))
+        if self.way != "all at once":
+            weight.data.copy_(before)
+        return y
+
+
+@pytest.mark.parametrize("way", ["data", "data.add_", "all at once"])
+@pytest.mark.parametrize("line", ["pp2/1f1b", "pp2/1f1b mb2 dp2"])
+@pytest.mark.parametrize("sees", [True, False])
+def test_writes_between_the_modules_of_stages_are_refused(way, line, sees):
+    batches = [(torch.randn(8, 8), torch.randn(8, 8))]
+    with pytest.raises((LayoutError, PlanError)):
+        losses(Around(way), line, batches, **({"example": batches[0][0]} if sees else {}))
+
+
+class Moved(nn.Module):
+    """Puts the same values elsewhere in memory, as recurrent layers do on CUDA by ``flatten_parameters``."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize("line", ["dp1/zero1", "dp2/zero2", "dp2/zero3", "dp2/zero1/offload"])
+def test_weights_that_only_lie_elsewhere_are_no_write(line):
+    torch.manual_seed(0)
+    model, batches = Moved(), [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(2)]
+
+    def work(world, moves):
+        run = sw.parallelize(model, line, world, loss=MeanSquaredError())
+        update = run.optimizer(torch.optim.SGD, lr=0.05)
+        inside = run.model.first.register_forward_pre_hook(
+            lambda layer, _: setattr(layer.weight, "data", layer.weight.data.clone()) if moves else None
+        )
+        found = [run.step(each, update=update).item() for each in run.shard(batches)]
+        inside.remove()
+        return found
+
+    assert sw.launch(work, line, True, ranks="threads") == sw.launch(work, line, False, ranks="threads")
+
+
 class Pruned(nn.Module):
     """Stages of ``is_traced`` code are cut from a trace, and others from a record."""
 

@@ -347,7 +347,7 @@ def axes_of(recording: Recording) -> RunAxes:
             elif role is not Role.SAME:
                 found.uses.append(AxisUse(call, axis, role))
     for parameter, value in recording.assigned:
-        if parameter.shape == value.shape and value.kind != "constant":
+        if parameter.shape == value.shape and not value.kind:
             for axis, other in zip(found.of(parameter), found.of(value), strict=True):
                 unify(axis, other)
     return found

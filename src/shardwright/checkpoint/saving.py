@@ -35,6 +35,8 @@ LOSS_SCALE = "(loss scale)"
 OPTIMIZER_STATE = "(optimizer)"
 """The key among a manifest's scalars of what the optimizer's state has under text, and not for a parameter."""
 
+_RATES = ("lr", "initial_lr")
+
 MOST_BYTES = 2**28
 """The most bytes of one file, unless one tensor is larger. A file's tensors are copied in memory to be written."""
 
@@ -455,7 +457,7 @@ def optimizer_groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple
             "parameters": list(group_parameters(run, group)),
             "options": {
                 # a learning rate is a number for every reader
-                key: _as_json(f"the option '{key}' of a param group", _number(value) if key == "lr" else value)
+                key: _as_json(f"the option '{key}' of a param group", _number(value) if key in _RATES else value)
                 for key, value in group.items()
                 if key != "params" and not callable(value) and not isinstance(value, torch.device)
             },

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -44,7 +43,12 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
         again with ``job.recorded`` set may help.
     """
     values = None if job.graph is None else job.graph.values
-    by_record = partial(cut_events, job.model, num_chunks, job.example, values=values, **asked)
+
+    def by_record() -> EventStages:
+        stages = cut_events(job.model, num_chunks, job.example, values=values, **asked)
+        _check_writes(job, stages)
+        return stages
+
     if runs_on_parts(plan):
         return by_record()
     found: Stages | None = None
@@ -95,6 +99,22 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
             fix="leave out tp",
         )
     return found
+
+
+def _check_writes(job: Job, stages: EventStages) -> None:
+    """Raises LayoutError if code between the modules that stages run writes to a parameter.
+
+    A stage leaves the forward once its last module has run, and has ghosts in place of other stages' parameters.
+    """
+    written = {} if job.graph is None else job.graph.written_parameters()
+    for name, path in written.items():
+        if path in stages.opened:
+            raise LayoutError(
+                f"the forward writes to the parameter '{name}', and stages begin inside of the code that does",
+                given=f"code of '{path or 'the model'}' that changes it in place, or replaces its tensor",
+                allowed="such code in a module that one stage runs whole, as in a layer's own forward",
+                fix="move the write into the forward of the module that has the parameter, or leave out pp",
+            )
 
 
 def _held_elsewhere(model: nn.Module) -> str:

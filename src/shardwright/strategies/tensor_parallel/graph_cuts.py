@@ -119,8 +119,8 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     """
     held = tensors_outside(model)
     kept = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in held)
-    # a constant that code puts in the place of a parameter is whole
-    kept |= {parameter.name for parameter, value in recording.assigned if value.kind == "constant"}
+    # a constant or a buffer that code puts in the place of a parameter is whole
+    kept |= {parameter.name for parameter, value in recording.assigned if value.kind}
     readers = readers_of(recording)
     if size == 1:
         return GraphCuts({}, readers, kept)

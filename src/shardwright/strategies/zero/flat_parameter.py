@@ -173,11 +173,12 @@ class FlatParameter:
         Raises: PlanError: other code has written to a parameter since it was unsharded, which the shard does not have.
             Into a buffer that the shard is part of code may write, but not replace a parameter's tensor.
         """
-        for (name, parameter), (version, place) in zip(self.parameters.items(), self._written, strict=True):
+        for number, (name, parameter) in enumerate(self.parameters.items()):
             if isinstance(parameter, ShardedParameter):
                 continue
-            now, place_now = _written(parameter)
-            if place_now != place or (now != version and not self._shard_in_buffer):
+            (version, place), (now, place_now) = self._written[number], _written(parameter)
+            is_moved = place_now != place and not self._is_unchanged(number, parameter)
+            if is_moved or (place_now == place and now != version and not self._shard_in_buffer):
                 raise _lost_write(name)
         for (name, parameter), kind, shape in zip(self.parameters.items(), self._kinds, self.shapes, strict=True):
             parameter.__class__ = kind
@@ -185,6 +186,17 @@ class FlatParameter:
             ShardedParameter.hide(parameter, name, self.sharded_parameters[name])
         if not self.keeps_buffer:
             self.unsharded = None
+
+    def _is_unchanged(self, number: int, parameter: nn.Parameter) -> bool:
+        """Returns whether a parameter that lies elsewhere in memory has the values of the buffer.
+
+        ``flatten_parameters`` of torch's recurrent layers copies their weights into memory of their own, on CUDA.
+        """
+        assert self.unsharded is not None, "it was unsharded"
+        start, part = sum(self.sizes[:number]), parameter.detach()
+        return part.shape == self.shapes[number] and torch.equal(
+            part.reshape(-1), self.unsharded[start : start + self.sizes[number]]
+        )
 
     # ---- gradients
 
