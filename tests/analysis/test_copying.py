@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from typing import ClassVar
 
 import pytest
 import torch
@@ -308,3 +309,62 @@ def test_a_class_may_hold_no_module_of_the_model_with_weights_or_random_numbers_
     model = kind()
     with pytest.raises(PlanError, match=r"Holds\.default holds a part of the model"):
         check_apart(model, copied(model, {}))
+
+
+class Listed(nn.Module):
+    """Keeps all instances in a list of the class, as layers do that a program resets together."""
+
+    instances: ClassVar[list[nn.Module]] = []
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        Listed.instances.append(self)
+
+    @classmethod
+    def gains(cls):
+        return [each.gain for each in cls.instances]
+
+    def forward(self, x):
+        return x * self.gain
+
+
+class ReadsItself(Listed):
+    def forward(self, x):
+        return x * self.instances[-1].gain
+
+
+def through(function):
+    @functools.wraps(function)
+    def run(self, x):
+        return function(self, x)
+
+    return run
+
+
+class Decorated(Listed):
+    @through
+    def forward(self, x):
+        return self.gains()[-1] * x
+
+
+def last_gain():
+    return Listed.instances[-1].gain
+
+
+class ReadsByFunction(Listed):
+    def forward(self, x):
+        return x * last_gain()
+
+
+def test_a_class_may_keep_its_instances_in_a_list_that_no_forward_reads():
+    Listed.instances.clear()
+    verdict = verify(nn.Sequential(nn.Linear(6, 6), Listed(), nn.Linear(6, 6)), "dp2", [batch()], loss=LOSS)
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize("kind", [ReadsItself, Decorated, ReadsByFunction])
+def test_instances_that_a_forward_reads_from_its_class_are_refused(kind):
+    Listed.instances.clear()
+    with pytest.raises(PlanError, match=r"(?s)Listed\.instances.*holds a part of the model"):
+        verify(nn.Sequential(nn.Linear(6, 6), kind(), nn.Linear(6, 6)), "dp2", [batch()], loss=LOSS)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import deque
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
 from functools import partial
-from types import BuiltinMethodType, CellType, FunctionType, MethodType
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -300,14 +300,55 @@ def _may_be_shared(value: Any) -> bool:
 
 
 def _held_by_classes(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the class attributes, and the functions with their closures, of the classes of a model's modules."""
+    """Yields the class attributes, and the functions with their closures, of the classes of a model's modules.
+
+    Left out are lists and dicts that no code of a forward names, as a class has that keeps all of its instances.
+    """
     seen: dict[int, Any] = {}
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    for kind in sorted(kinds, key=lambda kind: kind.__qualname__):
-        if kind.__module__.partition(".")[0] not in ("torch", "builtins", "typing", "abc", "collections"):
-            for name, value in vars(kind).items():
-                if name == "__init__":
-                    continue  # it has run
-                if _may_be_shared(value):
-                    continue
-                yield from ((f"{kind.__qualname__}.{name}{words}", each) for words, each in reached(value, seen))
+    every = {kind for module in model.modules() for kind in type(module).__mro__}
+    kinds = sorted(
+        (kind for kind in every if not _is_of_a_library(kind.__module__)), key=lambda kind: kind.__qualname__
+    )
+    named = _named_in_forwards(model, kinds)
+    for kind in kinds:
+        for name, value in vars(kind).items():
+            if name == "__init__":
+                continue  # it has run
+            if _may_be_shared(value) or (isinstance(value, list | dict | set) and name not in named):
+                continue
+            yield from ((f"{kind.__qualname__}.{name}{words}", each) for words, each in reached(value, seen))
+
+
+def _is_of_a_library(module: str) -> bool:
+    return module.partition(".")[0] in ("torch", "builtins", "typing", "abc", "collections")
+
+
+def _named_in_forwards(model: nn.Module, kinds: Iterable[type]) -> set[str]:
+    """Returns all names in the code of the forwards of ``kinds``, and in that of functions which these name.
+
+    Such are attributes of ``kinds`` and global functions. What the model holds in attributes and hooks counts too.
+    """
+    waiting = [each for _, each in outside_registration(model) if isinstance(each, FunctionType)]
+    functions = defaultdict[str, list[FunctionType]](list)
+    for kind in kinds:
+        for name, value in vars(kind).items():
+            inside = reached(value, {}) if not isinstance(value, list | dict | set) else ()
+            functions[name] += [each for _, each in inside if isinstance(each, FunctionType)]
+    waiting += [each for name in ("forward", "__call__", "__getattr__") for each in functions[name]]
+    found, met = set[str](), set[FunctionType]()
+    while waiting:
+        function = waiting.pop()
+        if function in met:
+            continue
+        met.add(function)
+        codes, names = [function.__code__], set[str]()
+        while codes:
+            code = codes.pop()
+            names.update(code.co_names)
+            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        found |= names
+        waiting += [each for name in names for each in functions[name]]
+        for value in (function.__globals__.get(name) for name in names):
+            if callable(value) and not _is_of_a_library(getattr(value, "__module__", None) or ""):
+                waiting += [each for _, each in reached(value, {}) if isinstance(each, FunctionType)]
+    return found
