@@ -162,14 +162,13 @@ def test_state_that_may_be_a_ranks_part_or_has_no_name_is_refused(key, value, tm
         resumed(Gated().double(), Odd, tmp_path, "single", "single")
 
 
-@pytest.mark.parametrize("kind", [CountsForAll, Estimates])
-def test_a_load_into_an_optimizer_that_has_stepped_leaves_nothing_of_its_own(kind, tmp_path):
+def test_a_load_into_an_optimizer_that_has_stepped_leaves_no_state_of_its_own(tmp_path):
     torch.manual_seed(0)
     model = Gated().double()
 
     def work(world):
         run = sw.parallelize(model, "dp2", world)
-        update = run.optimizer(kind)
+        update = run.optimizer(CountsForAll)
         sw.save(tmp_path, run, update)
         first = [run.step(each, update=update).item() for each in run.shard(batches())]
         sw.load(tmp_path, run, update)

@@ -82,14 +82,10 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
             optimizer.state.pop(parameter, None)
         state: dict[Any, Any] = optimizer.state
         for key in [key for key in state if isinstance(key, str)]:
-            del state[key]  # as load_state_dict of torch does, and so with options that only steps have made
+            del state[key]  # as torch's load_state_dict does
         state.update(found.states)
         for group, options in zip(optimizer.param_groups, found.options, strict=True):
-            known = {"params", *(optimizer.defaults if options else group), *options}
-            for key in group.keys() - known:
-                if not callable(group[key]) and not isinstance(group[key], torch.device):  # these are not saved
-                    del group[key]
-            group.update(options)
+            group.update(options)  # others stay: a schedule that was made before the load keeps its own there
     if run.loss_scale is not None:
         for key, (_, value) in manifest.scalars.get(LOSS_SCALE, {}).items():
             setattr(run.loss_scale, key, value)
