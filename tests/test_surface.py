@@ -46,7 +46,7 @@ PARAMETERS = {
     "offload_folder= check_every=",
     "per_sample": "values",
     "plan_layouts": "model cluster batch loss= layout= fix= without= top= most_priced= anchors= tokens= memory_limit= "
-    "roles= keep_in=",
+    "roles= keep_in= look_further=",
     "run_on_threads": "mesh work device=",
     "save": "folder run optimizer extra= keep= wait=",
     "save_weights": "source to format= names= dtype= config= model= max_file_bytes= averages= force= check_only=",

@@ -191,7 +191,7 @@ def check_own_writes(
     if graph is None or not copies:
         return
     written = graph.written_parameters(replaced_only=replaced_only, converted=converted)
-    for name in copies:
+    for name in sorted(copies):
         if name in written:
             raise LayoutError(
                 f"the forward writes to the parameter '{name}', which '{factor}' {why}",

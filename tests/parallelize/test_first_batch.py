@@ -237,13 +237,16 @@ class ByPlace(nn.Module):
             return h * torch.linspace(0, 1, len(h), device=h.device)[:, None, None]
         if self.way == "tokens":  # which are not the samples
             return h + self.waves[: h.size(1)] + torch.arange(h.size(1), device=h.device)[:, None]
+        if self.way == "cache":
+            rows = torch.zeros(50, *h.shape[1:], dtype=h.dtype, device=h.device)[: len(h)]
+            return rows.copy_(h) * 2
         if self.way == "rows":  # of all samples in one tensor, as graph networks take neighbours
             near = x[..., 0].long() % x.shape[1] + x.shape[1] * number[:, None]
             return h.flatten(0, 1)[near] + h[number]
         return h + self.positions[:1] + torch.zeros(len(h), 1, 1, device=h.device)
 
 
-@pytest.mark.parametrize("way", ["number", "buffer", "parameter", "table", "ramp", "tokens", "rows", "alike"])
+@pytest.mark.parametrize("way", ["number", "buffer", "parameter", "table", "ramp", "tokens", "rows", "cache", "alike"])
 @pytest.mark.parametrize(("line", "shows"), [("dp2", True), ("mb2", False), ("pp2/1f1b mb2", True), ("tp2", True)])
 def test_a_place_in_the_batch_as_a_value_is_warned_of_where_the_batch_is_cut(way, line, shows):
     model, x = ByPlace(way), torch.randn(8, 3, 4)

@@ -17,7 +17,7 @@ from shardwright.rng import with_names
 LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
-class WithoutBranches(partial[Any]):
+class MetaForward(partial[Any]):
     """The forward of a module inside of :func:`without_branches`: that of its class, but for what it asks of masks."""
 
 
@@ -39,7 +39,7 @@ def without_branches(model: nn.Module) -> Iterator[None]:
     transformers = [module for module in model.modules() if any(runs_as(module, kind) for kind in kinds)]
     for module in transformers:
         forward = with_names(type(module).forward, _detect_is_causal_mask=_is_causal)
-        module.forward = WithoutBranches(forward, module)
+        module.forward = MetaForward(forward, module)
     try:
         yield
     finally:

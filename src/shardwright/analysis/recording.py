@@ -219,7 +219,7 @@ class Recorded(MetaValues):
     ) -> Any:
         with torch._C.DisableTorchFunction():  # what a recorder asks of tensors is no code of the user's
             if func.overloadpacket is torch.ops.aten.set_ and self.use(args[0]).kind == "parameter":
-                self.assigns(args[0], args[1])
+                self.assigns(args[0], next(iter(args[1:]), None))
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     def use(self, tensor: Tensor, kind: str = "", name: str = "") -> TensorUse:
@@ -355,8 +355,6 @@ _ASKS_SIZES = frozenset(
 """The functions that a TorchFunctionMode sees when code reads the shape or size of a tensor."""
 
 
-_MOVES = frozenset((Tensor.to, Tensor.cpu, Tensor.cuda))
-
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # torch's stubs declare it as a plain attribute
 """The function that a TorchFunctionMode is given for ``tensor.data = ...``, which calls no operator."""
 
@@ -377,7 +375,7 @@ class _WholeCalls(TorchFunctionMode):
         if func in _ASKS_SIZES and isinstance(args[0], nn.Parameter):
             recorded = self._recorded
             recorded.recording.measured[recorded.use(args[0].detach()).name].add(recorded.where()[0])
-        if func in _MOVES and isinstance(args[0], nn.Parameter):
+        if func == Tensor.to and isinstance(args[0], nn.Parameter):
             self._moved = None if any(isinstance(each, torch.dtype) for each in (*args, *named.values())) else args[0]
         is_same = func == _SETS_DATA and args[1] is args[0]
         if func == _SETS_DATA and isinstance(args[0], nn.Parameter) and not (is_same and self._moved is args[0]):

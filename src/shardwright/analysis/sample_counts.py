@@ -59,6 +59,7 @@ def calls_by_place(recording: Recording) -> list[int]:
         operands = call.operands
         if not of_samples.isdisjoint(operands):
             of_samples.update(call.results, call.written)
+            by_place.difference_update(call.written if call.name == "copy_" else ())  # rows of a cache that are filled
             is_value = not _picks(call) and call.name not in _PRODUCTS and any(map(_is_float, call.results))
             if is_value and not by_place.isdisjoint(operands):
                 found.append(index)

@@ -150,7 +150,7 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
             given = call.argument(_ALONG[name], "dims" if name in ("flip", "roll") else "dim", -1)
             meets |= any(before[dim] for dim in ([given] if isinstance(given, int) else given) if before)
         # each sample is a sum over all: with a matrix of weights between samples
-        meets |= id(call) in over and any(map(any, map(of_batch, results)))
+        meets |= name in _PRODUCTS and id(call) in over and any(map(any, map(of_batch, results)))
         meets |= needs_other_samples(call, axes, batch)
         is_used = not trained.isdisjoint(call.operands) and not leading.isdisjoint((*results, *call.written))
         meets |= is_used and adds_up_groups(call, axes, batch, count)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from shardwright.analysis.batch_norms import is_frozen, iterates, sees_batch
-from shardwright.analysis.known_modules import WithoutBranches
+from shardwright.analysis.known_modules import MetaForward
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.operator_results import tensors_of
 from shardwright.analysis.reached import tensors_outside
@@ -398,7 +398,7 @@ def check_code(code: Iterable[Code]) -> None:
     """Raises PlanError if a module's ``forward`` was replaced since, by another than the library's."""
     for path, module, before in code:
         now = vars(module).get("forward")
-        if now is not before and not isinstance(now, WithoutBranches) and not is_composed(module):
+        if now is not before and not isinstance(now, MetaForward) and not is_composed(module):
             name = ".".join(filter(None, (path, "forward")))
             raise PlanError(
                 f"'{name}' of the run's model was replaced since the model was laid out",

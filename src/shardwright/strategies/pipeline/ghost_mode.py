@@ -195,7 +195,7 @@ class GhostMode(TorchFunctionMode):
         recorded, own = (getattr(each, kind) for each in (self._plain[path], module))
         with_named = getattr(self._plain[path], f"{kind}_with_kwargs")
         for number, hook in list(recorded.items()):
-            with self._natively(), _OnGhosts():
+            with self._natively(), _GhostOperators():
                 own.get(number, hook)(module, args, *([named] if number in with_named else []), *results)
 
     def _event(
@@ -367,7 +367,7 @@ class GhostMode(TorchFunctionMode):
         )
 
 
-class _OnGhosts(TorchDispatchMode):
+class _GhostOperators(TorchDispatchMode):
     """Runs operators that take a ghost on the meta device: also of a buffer of this rank, which has values."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
