@@ -306,21 +306,29 @@ def _held_by_classes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """
     seen: dict[int, Any] = {}
     every = {kind for module in model.modules() for kind in type(module).__mro__}
-    kinds = sorted(
-        (kind for kind in every if not _is_of_a_library(kind.__module__)), key=lambda kind: kind.__qualname__
-    )
-    named = _named_in_forwards(model, kinds)
+    others = (kind for kind in every if not _is_of_a_library(kind.__module__))
+    kinds = sorted(others, key=lambda kind: kind.__qualname__)
+    named: set[str] | None = None
     for kind in kinds:
         for name, value in vars(kind).items():
             if name == "__init__":
                 continue  # it has run
-            if _may_be_shared(value) or (isinstance(value, list | dict | set) and name not in named):
+            if _may_be_shared(value):
                 continue
+            if isinstance(value, list | dict | set) and any(isinstance(x, nn.Module) for _, x in reached(value, {})):
+                named = _named_in_forwards(model, kinds) if named is None else named
+                if name not in named:
+                    continue
             yield from ((f"{kind.__qualname__}.{name}{words}", each) for words, each in reached(value, seen))
 
 
 def _is_of_a_library(module: str) -> bool:
     return module.partition(".")[0] in ("torch", "builtins", "typing", "abc", "collections")
+
+
+def _is_followed(function: Any) -> bool:
+    name = getattr(function, "__module__", None) or ""
+    return isinstance(function, FunctionType | partial) and not _is_of_a_library(name) and name[:11] != "shardwright"
 
 
 def _named_in_forwards(model: nn.Module, kinds: Iterable[type]) -> set[str]:
@@ -349,6 +357,6 @@ def _named_in_forwards(model: nn.Module, kinds: Iterable[type]) -> set[str]:
         found |= names
         waiting += [each for name in names for each in functions[name]]
         for value in (function.__globals__.get(name) for name in names):
-            if callable(value) and not _is_of_a_library(getattr(value, "__module__", None) or ""):
+            if _is_followed(value):
                 waiting += [each for _, each in reached(value, {}) if isinstance(each, FunctionType)]
     return found
