@@ -493,10 +493,9 @@ def _as_json(what: str, value: Any, *, nan: bool = False) -> Any:
 
 def _number(value: Any) -> Any:
     """Returns the element of a tensor, an array or a scalar of NumPy that has one, and any other value as it is."""
-    is_tensor = isinstance(value, Tensor) and value.numel() == 1
-    return (
-        value.item() if is_tensor or (type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1) else value
-    )
+    is_one = isinstance(value, Tensor) and value.numel() == 1
+    is_one = is_one or (type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1)
+    return value.item() if is_one else value
 
 
 def _not_saved(what: str, value: Any) -> CheckpointError:
