@@ -65,9 +65,10 @@ def code_caches_put_back(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]
     taken = list[tuple[str, Tensor]]()
 
     def note(value: Any, name: str, holder: Any = None) -> None:
-        """Adds each meta tensor in ``value`` to ``taken``, with the name of the variable that refers to ``holder``.
+        """Appends each meta tensor in ``value`` to ``taken``, with a name for errors.
 
-        Without a holder, or without such a variable, ``name`` is the name.
+        It is the name of the global variable or class attribute whose value is ``holder``. Where there is none, or no
+        holder is given, it is ``name``.
         """
         variables = (item for held in (*names, *map(vars, classes)) for item in list(held.items()))
         name = next((each for each, other in variables if other is holder), name) if holder is not None else name

@@ -297,7 +297,10 @@ class ModelGraph:
 
     @cached_property
     def _of_other_samples(self) -> Recording | None:
-        """The recording of a forward with another number of samples, if it has as many calls."""
+        """The recorded forward of a batch with another number of samples, to compare :attr:`run` with call by call.
+
+        It is None if the forward cannot be recorded so, or then makes another number of calls.
+        """
         found = self._of_own_code
         numbers = (each for each in (*COUNTS, None) if found is not None and each != found.recording.num_samples)
         others = (self._tried(each, self.reads_values) for each in numbers)

@@ -78,7 +78,7 @@ def difference_from_forward(model: nn.Module, chunked: ChunkedModel, inputs: Any
         if node.op == "call_module":
             chunks.setdefault(str(node.target), set()).add(chunk)
     paths = [path for path, several in chunks.items() if len(several) > 1]
-    kept = _keeping_state(model, given, paths, numbers, wanted, values=values)
+    kept = _keeping_state(model, given, _of_own_code(model, paths), numbers, wanted, values=values)
     return f"a call of '{min(kept)}' in one chunk keeps something for its call in another" if kept else ""
 
 
@@ -87,12 +87,12 @@ def _run_whole(whole: ChunkedModel, inputs: Any, model: nn.Module) -> Any:
 
 
 def modules_keeping_state(model: nn.Module, inputs: Any, paths: list[str]) -> dict[str, str]:
-    """Returns the modules among ``paths`` of which one call leaves something in an attribute that another call needs.
+    """Returns the modules at ``paths`` whose calls depend on what an earlier call in the same forward left behind.
 
-    Both calls are of one forward. For each such module the result has the name of an attribute, a number or a text,
-    that a call changes, or "" if it changes others alone, such as tensors. A module counts if the forward gives another
-    output, or raises, where each of its calls finds the attributes as they were before the forward. So a count that
-    nothing reads does not count, nor a table that each call would make alike.
+    It is left in attributes of the module. For each such module the result has the name of one that is a number or a
+    text and that a call changes, or "" if a call changes others alone, such as tensors. A module counts if the forward
+    gives another output, or raises, where each of its calls finds the attributes as they were before the forward. So a
+    count that nothing reads does not count, nor a table that each call would make alike.
 
     >>> class Twice(nn.Module):
     ...     def __init__(self):
@@ -125,9 +125,9 @@ def _keeping_state(
     model: nn.Module, inputs: Any, paths: list[str], numbers: dict[object, Origin], wanted: list[Origin], *,
     values: bool,
 ) -> dict[str, str]:  # fmt: skip
-    """Returns :func:`modules_keeping_state`, with the origins ``wanted`` of the output of a forward as it is."""
+    """Returns :func:`modules_keeping_state` for a forward that has run, whose outputs have the origins ``wanted``."""
     found: dict[str, str] = {}
-    for path in _of_own_code(model, paths):
+    for path in paths:
         changed: list[str] = []
         try:
             alone, _ = _origins(model, partial(_call_isolated, path, inputs, changed), inputs, numbers, values=values)

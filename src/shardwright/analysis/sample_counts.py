@@ -21,7 +21,8 @@ _PARTS = frozenset(("slice", "narrow", "split", "split_with_sizes"))
 """Functions that take successive elements of a tensor."""
 
 _PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "linear", "mm"))
-"""Functions in which a matrix of places says which samples or rows are added up, as those of one graph are."""
+"""Matrix products. A factor made from places in the batch selects the rows to add up, such as the nodes of each graph
+of a batch, and adds no value of its own."""
 
 _PICKS = ("index", "gather", "scatter", "embedding", "take", "sort", "cross_entropy", "nll_loss")
 """Parts of the names of functions that only take elements, or put them, by numbers among their operands."""

@@ -33,9 +33,11 @@ _SCATTERS = frozenset(("index_add", "index_reduce", "scatter_add", "scatter_redu
 
 
 _MATRIX_NAMES = ("linalg_", "_linalg_", "cholesky", "geqrf", "qr", "svd")
-"""How the names of operators begin that compute each value from a whole matrix, the last two dims of operand 0."""
+"""Prefixes of the names of matrix operators, such as factorizations: each element of their result depends on a whole
+matrix, which is in the last two dims of the first operand."""
 
 _OF_VECTORS = frozenset(("cholesky_solve", "linalg_cross", "linalg_vector_norm"))
+"""Operators with such a name of which the first operand is no matrix that is needed whole."""
 
 
 def needs_other_samples(call: RecordedCall, axes: RunAxes, batch: Collection[DimAxis]) -> bool:

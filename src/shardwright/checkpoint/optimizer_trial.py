@@ -82,9 +82,9 @@ def check_steps(
 
 
 def is_elementwise(value: Any, parameter: Tensor) -> bool:
-    """Returns whether a value of an optimizer's state is a tensor of its parameter's shape, such as Adam's moments.
+    """Returns whether an entry of an optimizer's state has an element for each of its parameter's, as Adam's moments.
 
-    It is False for a tensor without dims, such as a step count.
+    The shapes tell: they are equal, and have a dim or more. A step count has none.
     """
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 

@@ -36,6 +36,7 @@ OPTIMIZER_STATE = "(optimizer)"
 """The key among a manifest's scalars of what the optimizer's state has under text, and not for a parameter."""
 
 _RATES = ("lr", "initial_lr")
+"""The options of a param group that are saved as numbers, also where the optimizer has tensors there."""
 
 MOST_BYTES = 2**28
 """The most bytes of one file, unless one tensor is larger. A file's tensors are copied in memory to be written."""
@@ -456,7 +457,6 @@ def optimizer_groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple
         {
             "parameters": list(group_parameters(run, group)),
             "options": {
-                # a learning rate is a number for every reader
                 key: _as_json(f"the option '{key}' of a param group", _number(value) if key in _RATES else value)
                 for key, value in group.items()
                 if key != "params" and not callable(value) and not isinstance(value, torch.device)
@@ -492,7 +492,7 @@ def _as_json(what: str, value: Any, *, nan: bool = False) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Returns the element of a tensor, an array or a scalar of NumPy that has one, and any other value as it is."""
+    """Returns a tensor, an array or a scalar of NumPy of one element as a Python number, other values unchanged."""
     is_one = isinstance(value, Tensor) and value.numel() == 1
     is_one = is_one or (type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1)
     return value.item() if is_one else value

@@ -157,8 +157,7 @@ def plan(
                         raise
                     refused[each.num_ranks] = failure  # the other numbers of ranks have their layouts
         if layout is not None and not found[0].fits(found[0].best):
-            one = partial(price, cluster=on, batch=batch, most_priced=1)
-            ways = ways_beside(layout, lambda fix, look_further: one(fix=fix, look_further=look_further))
+            ways = ways_beside(layout, partial(price, cluster=on, batch=batch, most_priced=1))
             found = [replace(found[0], ways_out=ways)]
     said: dict[str, Any] = found[0].to_dict() if not numbers else {"by_ranks": [plans.to_dict() for plans in found]}
     if refused:

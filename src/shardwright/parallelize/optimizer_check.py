@@ -121,8 +121,8 @@ def is_elementwise(
     values = [value for each in (options, *groups) for value in each.values()]
     if isinstance(kind, type) and all(map(_is_plain, values)):  # a rehearsal asks for each of its ranks
         of_groups = tuple(tuple(group.items()) for group in groups)
-        known: Any = kind
-        return _tried_once(known, tuple(options.items()), of_groups, flat=flat, in_turn=in_turn, whole=whole)
+        hashable: Any = kind  # as every class is, though mypy takes one with a __hash__ of its instances for none
+        return _tried_once(hashable, tuple(options.items()), of_groups, flat=flat, in_turn=in_turn, whole=whole)
     return _tried(kind, options, groups, flat=flat, in_turn=in_turn, whole=whole)
 
 

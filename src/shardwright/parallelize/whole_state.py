@@ -25,14 +25,17 @@ from shardwright.sharding.tensor_layout import TensorLayout
 
 
 def warn_of_extra_state(model: nn.Module) -> None:
-    """Warns of modules with state beside tensors (``get_extra_state``), which neither state dicts nor files have."""
+    """Warns of each module whose class has a ``get_extra_state``.
+
+    What that returns is in no state dict, checkpoint or weights file of a run.
+    """
     kinds = (nn.Module.get_extra_state, nn.Module.set_extra_state)
     for path, module in model.named_modules():
         if (type(module).get_extra_state, type(module).set_extra_state) != kinds:
             warnings.warn(
                 explain(
                     "the extra state of a module is left out",
-                    given=f"{type(module).__name__} at '{path}', whose get_extra_state returns more than tensors have",
+                    given=f"{type(module).__name__} at '{path}', whose class has a get_extra_state",
                     allowed="parameters and persistent buffers, which are whole under any layout",
                     fix="keep it in a buffer, or in the 'extra' of sw.save(folder, run, optimizer, extra={...})",
                 ),

@@ -153,7 +153,7 @@ class LayoutRecords:
 
     @cached_property
     def step(self) -> ActionTable:
-        """The actions of a step of all stages, in a table with each different one once, from which prices follow."""
+        """The table of what all stages do in a step, with equal actions listed once; prices are computed from it."""
         return _step_actions(self)
 
 
@@ -173,7 +173,7 @@ class ActionRehearsal(NamedTuple):
 
 @dataclass(frozen=True)
 class ActionTable:
-    """The actions of a step of all stages: each different one once, and which of them each stage runs how often."""
+    """What all stages of a pipeline do in a step: the different actions, and how often each stage runs each of them."""
 
     actions: tuple[ActionRehearsal, ...]
     of_stage: tuple[tuple[int, ...], ...]

@@ -67,18 +67,18 @@ def ways_out(
         yield "a smaller batch does not help: a microbatch has one sample already"
 
 
-def ways_beside(layout: Layout, plan: Callable[[str, bool], Plans]) -> tuple[str, ...]:
+def ways_beside(layout: Layout, plan: Callable[..., Plans]) -> tuple[str, ...]:
     """Returns sentences that name a layout to use in place of ``layout``, which does not fit the memory.
 
     The one named is the fastest found with the same axes of the same sizes, or, if none of these fits, with any. If no
-    layout was found that fits, the sentences are those of :func:`ways_out`. ``plan`` returns the plans of the layouts
-    that have the given parts of a line, as ``--fix`` does, and looks further if the second argument is true.
+    layout was found that fits, the sentences are those of :func:`ways_out`. ``plan`` is
+    :func:`~shardwright.plan_layouts` of the model, which is called with ``fix`` and ``look_further``.
     """
     sizes = " ".join(f"{factor.axis}{'x'.join(map(str, factor.sizes))}" for factor in layout.factors)
     ways: tuple[str, ...] = ()
     for fix in dict.fromkeys((f"{sizes} {layout.precision}".strip(), layout.precision)):
         with suppress(LayoutError, PlanError):
-            plans = plan(fix, fix == layout.precision)
+            plans = plan(fix=fix, look_further=fix == layout.precision)
             if plans.fits(plans.best):
                 seconds = format_seconds(plans.expected_s(plans.best.step_s))
                 return (f"{plans.best.layout} takes {format_decimal_bytes(plans.best.memory_bytes)}, {seconds} a step",)

@@ -368,7 +368,10 @@ class GhostMode(TorchFunctionMode):
 
 
 class _GhostOperators(TorchDispatchMode):
-    """Runs operators that take a ghost on the meta device: also of a buffer of this rank, which has values."""
+    """A context in which operators with a ghost among their operands run on the meta device.
+
+    A hook of a module on another stage may combine ghosts with buffers, of which this rank has the values.
+    """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (args, kwargs or {})
