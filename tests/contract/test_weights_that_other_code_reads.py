@@ -241,6 +241,22 @@ def test_a_cell_with_a_dict_of_its_parameters_runs_on_one_stage(line):
         sw.verify(Recurrent(calls=False), line, batches, loss=MeanSquaredError())
 
 
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.rest = nn.Linear(4, 8), nn.Linear(8, 4), nn.LSTM(8, 8)
+
+    def forward(self, x):
+        _, *_ = [*x.shape]
+        return self.last(torch.relu(self.first(x)))
+
+
+def test_a_recurrent_layer_that_no_forward_calls_is_no_obstacle_to_stages():
+    torch.manual_seed(0)
+    verdict = sw.verify(Unused(), "pp2/1f1b mb2", [(torch.randn(8, 4), torch.randn(8, 4))], loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
 class Rotary(nn.Module):
     def __init__(self):
         super().__init__()

@@ -137,8 +137,11 @@ def _holds_own_parameters(module: nn.Module, registered: Collection[int]) -> boo
     """Returns whether a module has parameters of its own in a plain attribute too, such as a dict.
 
     On a stage that lacks them, code of the module that runs between others would find tensors without elements there.
-    ``registered`` are the ids of the model's modules.
+    ``registered`` are the ids of the model's modules. Recurrent layers of torch, which keep a list of their weights,
+    run whole on one stage, and count as none.
     """
+    if isinstance(module, nn.RNNBase):
+        return False
     own, seen = {id(parameter) for parameter in module.parameters(recurse=False)}, dict[int, Any]()
     held = (each for _, value in unregistered_attributes(module) for _, each in reached(value, seen, registered))
     return bool(own) and any(id(each) in own for each in held)
