@@ -652,3 +652,36 @@ def test_extra_state_that_no_file_has_is_warned_of(line, tmp_path):
         warnings.simplefilter("always")
         launch(work, 2, ranks="threads")
     assert sum("the extra state of a module is left out" in str(each.message) for each in caught) == 3
+
+
+class Centered(nn.Module):
+    """A loss that follows the mean of the outputs, as that of DINO does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, output, targets):
+        with torch.no_grad():
+            self.center = 0.9 * self.center + 0.1 * output.mean(0)
+        return ((output - self.center - targets) * self.scale).square().sum(), targets.numel()
+
+
+@pytest.mark.parametrize("line", ["single", "tp2", "pp2"])
+def test_buffers_that_a_loss_changes_are_warned_of_where_they_are_saved(line, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+
+    def work(world):
+        run = parallelize(model, line, world, loss=Centered())
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+        save(tmp_path / "unchanged", run, optimizer)
+        for batch in run.shard([(torch.ones(2, 4), torch.ones(2, 4))]):
+            run.step(batch, update=optimizer)
+        save(tmp_path / "changed", run, optimizer)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        launch(work, line, ranks="threads")
+    (told,) = [text for each in caught if "what a loss changes" in (text := str(each.message))]
+    assert "whose buffers center were changed" in told

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from shardwright.axes import mesh_axes
 from shardwright.checkpoint.manifest import Manifest, StoredBox, checksum, steps_in
 from shardwright.checkpoint.optimizer_trial import is_elementwise, keys_without_elements
 from shardwright.checkpoint.schema import TENSOR, VALUES
@@ -108,6 +109,8 @@ def save(
             _warn_of_others(run, optimizer)
         if keep != 1:  # which removes all others
             _warn_of_later(Path(folder), run.num_steps)
+    if not any(index for axis, index in run.coord.items() if axis not in mesh_axes("stages")):
+        run.loss_buffers.warn_if_changed(stacklevel=2)  # of stages, those that call the loss
     return final
 
 

@@ -1,12 +1,13 @@
-"""Warns of losses that count their calls, of which microbatches make several in one step."""
+"""Warns of losses that count their calls, of which microbatches make several in one step, or change their buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from warnings import warn
 
-from torch import nn
+from torch import Tensor, nn
 
+from shardwright.errors import explain
 from shardwright.layout import Layout
 
 
@@ -41,3 +42,35 @@ def warn_of_counters(
                 stacklevel=stacklevel + 1,
             )
             return
+
+
+class LossBuffers:
+    """The persistent buffers of a loss as they are when this is made; :meth:`warn_if_changed` tells if they were."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        self._loss = loss
+        self._before = self._versions()
+
+    def _versions(self) -> dict[str, tuple[Tensor, int]]:
+        names = self._loss.state_dict(keep_vars=True) if next(self._loss.buffers(), None) is not None else ()
+        buffers = {name: each for name, each in self._loss.named_buffers() if name in names}
+        return {name: (each, 0 if each.is_inference() else each._version) for name, each in buffers.items()}
+
+    def warn_if_changed(self, stacklevel: int = 1) -> None:
+        """Warns that a checkpoint does not have the buffers of the loss, if a step has changed any of them."""
+        found = [
+            name
+            for name, (now, version) in self._versions().items()
+            if name not in self._before or now is not self._before[name][0] or version != self._before[name][1]
+        ]
+        if found:
+            warn(
+                explain(
+                    "a checkpoint does not keep what a loss changes",
+                    given=f"{type(self._loss).__name__}, whose buffers {', '.join(found)} were changed by its calls",
+                    allowed="losses that start with the same values when a run resumes",
+                    fix="make them buffers of the model, which returns them with its output, or save them yourself, as "
+                    "in sw.save(folder, run, optimizer, extra={...})",
+                ),
+                stacklevel=stacklevel + 1,
+            )

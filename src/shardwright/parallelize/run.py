@@ -27,6 +27,7 @@ from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whol
 from shardwright.parallelize.first_batch import FirstBatchChecker
 from shardwright.parallelize.generating import generate
 from shardwright.parallelize.gradients import add_up, clip_norm, mean_of_batches
+from shardwright.parallelize.loss_counters import LossBuffers
 from shardwright.parallelize.loss_reads import check_reads
 from shardwright.parallelize.measured_timeline import busy_seconds, measured_timeline
 from shardwright.parallelize.no_samples import NoSampleChecker
@@ -86,6 +87,7 @@ class Run(RankState):
         rng: the RNG tracker of dropout.
         averages: the averages that :meth:`average` has made.
         weights_read: the files and folders from which ``load_weights`` has filled the model.
+        loss_buffers: the buffers of the loss as they were before the first step, for a warning where they are saved.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Run(RankState):
         self.rng: RngTracker = executor.rng
         self.averages = RunAverages()
         self.weights_read: list[Path] = []
+        self.loss_buffers = LossBuffers(self.loss)
         self._everyone, self._first_batch = axes["world"], first_batch
         compares_batches = bool(check_every and plan.row_axes | plan.token_axes)
         self._parts = BatchParts(job.model, job.loss, plan, world, executor.batch_shard, compares=compares_batches)
