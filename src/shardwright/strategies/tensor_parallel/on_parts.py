@@ -71,6 +71,8 @@ that it cut at all.
 ENOUGH = 0.5
 """Half: a plan that tensor-parallelizes less than this share of a model's FLOPs is replaced by one that does, if any.
 
+One that cuts ``GAIN`` more of them is also taken in its place.
+
 It is also the share of parameter bytes from which a model with hooks or ``nn.MultiheadAttention`` keeps the plan for
 known layers, whatever a recorded forward would cut.
 Of the models of docs/models.md the known layers cut at most 0.43 or at least 0.57, so any share in between decides the
@@ -79,6 +81,8 @@ same there.
 
 GAIN = 0.2
 """A record must cut this much more of the parameter bytes than the known layers, or twice as much, to be used.
+
+Where the known layers are less than half of the FLOPs (``ENOUGH``), this much more of those is enough too.
 
 A record then cuts, for instance, all attentions of a model beside its known MLPs. Of the models of docs/models.md a
 record cuts 0.21 more or above (the heads of every attention), or 0.19 and below (some of them).

@@ -156,9 +156,10 @@ class TensorParallel:
         if all(map(is_known, job.model.modules())) and least > 1:
             return known
         on_parts = place_on_parts(job, plan, mode, least)
-        if on_parts is None and least < 2 and _cuts_little_work(known, job):  # as of a model whose table is most of it
+        if on_parts is None and least < 2 and (work := _known_work(known, job)) < ENOUGH:  # as where tables are most
             on_parts = place_on_parts(job, plan, mode, LEAST_SHARE)
-            on_parts = on_parts if on_parts is not None and work_cut(on_parts) >= ENOUGH else None
+            if on_parts is not None and work_cut(on_parts) < min(ENOUGH, work + GAIN):
+                on_parts = None
         return on_parts or known
 
     def _called_apart(self, job: Job, mode: Mode) -> dict[str, str]:
@@ -229,12 +230,10 @@ READ_BY_OTHERS = "its weights are read by other code"
 """Why a layer stays whole if its own forward is not all that reads its weights."""
 
 
-def _cuts_little_work(known: Plan, job: Job) -> bool:
-    """Returns whether a record of the forward tells that ``known`` cuts less than half of the FLOPs, as of a table."""
+def _known_work(known: Plan, job: Job) -> float:
+    """Returns the share of the FLOPs that ``known`` cuts, as a record of the forward tells; 1 if there is none."""
     run = recorded_run(job)
-    if run is None:
-        return False
-    return work_cut(replace(known, work=operator_work(known, run.recording, run.axes))) < ENOUGH
+    return 1.0 if run is None else work_cut(replace(known, work=operator_work(known, run.recording, run.axes)))
 
 
 def _gathered(model: nn.Module, plan: Plan) -> set[str]:
