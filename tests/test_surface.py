@@ -103,7 +103,7 @@ ATTRIBUTES = {
     "plan",
     "rng",
     "world",
-} | {*("draws", "loss_scale", "num_skipped")}
+} | {*("draws", "loss_buffers", "loss_scale", "num_skipped")}
 
 SPELLINGS = {
     "data_parallel on dp": "bucket bucket:0 fp32-sums",

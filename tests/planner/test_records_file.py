@@ -103,6 +103,35 @@ class Holder(nn.Module):
         self.held = held
 
 
+class Repeats(nn.Linear):
+    times = 1
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = super().forward(x)
+        return x
+
+
+LIMIT = 1
+
+
+def test_a_file_is_that_of_the_plain_settings_of_classes_and_of_where_they_are_defined(tmp_path, monkeypatch):
+    path = file_of(tmp_path, Repeats(4, 4))
+    assert file_of(tmp_path, Repeats(4, 4)) == path
+    monkeypatch.setattr(Repeats, "times", 8)
+    of_class = file_of(tmp_path, Repeats(4, 4))
+    monkeypatch.setitem(globals(), "LIMIT", 2)
+    assert len({path, of_class, file_of(tmp_path, Repeats(4, 4))}) == 3
+
+
+@pytest.mark.parametrize("wrap", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal])
+def test_a_model_with_parametrizations_is_planned_though_nothing_of_it_is_kept(wrap, tmp_path):
+    given = nn.Sequential(wrap(nn.Linear(16, 16)), nn.Linear(16, 4))
+    found = plan_layouts(given, "a100-80gb:1x2", BATCH, layout="dp2", keep_in=tmp_path)
+    assert str(found.best.layout) == "dp2"
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "held", [lambda x: x, torch.zeros(MOST_VALUES + 1), type("Made", (nn.Module,), {"__module__": "nowhere"})()]
 )

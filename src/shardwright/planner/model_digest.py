@@ -19,8 +19,8 @@ MOST_VALUES = 1 << 20
 def described(*values: Any) -> bytes:
     """Returns bytes that are alike for modules, and for plain data, of which plans find the same.
 
-    Raises: ValueError: they cannot be told from others: they hold functions without a name, or large buffers with
-        values.
+    Raises: ValueError: they cannot be told from others: they hold functions without a name, large buffers with values,
+        or modules that refuse to be pickled, as those with a parametrization do.
 
     >>> described(nn.Linear(2, 3)) == described(nn.Linear(2, 3)) != described(nn.Linear(2, 4))
     True
@@ -28,7 +28,7 @@ def described(*values: Any) -> bytes:
     file = io.BytesIO()
     try:
         _ModelSnapshot(file).dump(values)
-    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError, RecursionError) as error:
         raise ValueError(f"values that cannot be told from others: {error}") from error
     return file.getvalue()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -14,7 +14,9 @@ from shardwright.layout import Factor, Layout
 from shardwright.parallelize.planning import make_plan
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Schedule, accumulate
+from shardwright.planner.block_runs import unlike_in_run
 from shardwright.planner.blocks import AlikeBlocks, alike_blocks, counts_of
+from shardwright.planner.records_file import RecordsFile
 
 Chunks = Sequence[tuple[int, tuple[str, ...]]]
 """For each pipeline chunk, its number of repeated blocks, and the names of the other modules that it calls."""
@@ -56,20 +58,36 @@ class ModelPlans:
     """A cache of a model's repeated blocks, of shortened copies of it, and of the blocks in each chunk by layout."""
 
     model: nn.Module
+    inputs: Any = None
+    """One or a few samples, by which it is known whether the forward uses alike blocks alike."""
+    kept: RecordsFile = field(default_factory=RecordsFile)
     leaving_messages: set[object] = field(default_factory=set)
     """Options of layouts whose backwards leave sums under way, so that they are rehearsed with a microbatch more."""
     _outlines: dict[Layout, StageBlocks] = field(default_factory=dict)
     _shortened: dict[int, nn.Module] = field(default_factory=dict)
 
     @cached_property
-    def blocks(self) -> AlikeBlocks | None:
-        """The repeated blocks of the model, or None if no two are alike."""
+    def _same_code(self) -> AlikeBlocks | None:
         return alike_blocks(self.model)
+
+    @cached_property
+    def _why_not(self) -> str:
+        if self._same_code is None:
+            return "no two blocks of the model are alike"
+        if self.inputs is None:
+            return ""
+        return self.kept.find("blocks in a run", partial(unlike_in_run, self.model, self._same_code, self.inputs))
+
+    @property
+    def blocks(self) -> AlikeBlocks | None:
+        """The repeated blocks of the model, or None if no two are alike, or the forward uses some in another way."""
+        return None if self._why_not else self._same_code
 
     @property
     def kind(self) -> str:
         """The name of the class of the model's repeated blocks, or of the model if no two blocks are alike."""
-        return type(self.model.get_submodule(self.blocks.names[0]) if self.blocks else self.model).__name__
+        blocks = self._same_code
+        return type(self.model.get_submodule(blocks.names[0]) if blocks else self.model).__name__
 
     def shortened(self, number: int) -> nn.Module:
         """Returns a copy of the model on the meta device that has only the first ``number`` of its repeated blocks.
@@ -110,7 +128,7 @@ class ModelPlans:
 
     def _chunks(self, job: Job, plan: Plan, schedule: Schedule) -> Chunks:
         if self.blocks is None:
-            raise NotAlikeError("no two blocks of the model are alike")
+            raise NotAlikeError(self._why_not)
         if job.roles or job.stages:
             raise NotAlikeError("roles or stages are given by name")
         _check_alike_in_plan(self.blocks, plan)

@@ -93,9 +93,10 @@ def plan_layouts(
     cluster = Cluster.parse(cluster, layout.num_ranks if layout else None) if isinstance(cluster, str) else cluster
     loss = loss_for(loss, model)
     batch = _pair(batch, loss)
-    began, spent, model_plans = process_time(), [0.0], ModelPlans(model)
+    began, spent, few = process_time(), [0.0], first_rows(batch, 1)
     rows_of = [mark.shapes for mark in packed_in(batch)]  # samples differ in nothing else
-    kept = RecordsFile.of(keep_in, model, loss, first_rows(batch, 1), rows_of, cluster.device.type, dict(roles))
+    kept = RecordsFile.of(keep_in, model, loss, few, rows_of, cluster.device.type, dict(roles))
+    model_plans = ModelPlans(model, few[0], kept)
 
     def record(each: Layout, samples: int, most_whole: int | None = None, given: Any = None) -> LayoutRecords:
         start = process_time()

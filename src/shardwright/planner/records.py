@@ -69,7 +69,7 @@ def record_layout(
     Raises: LayoutError, PlanError: the model cannot have the layout or does not run on the meta device, or more than
         ``most_whole`` stages would have to be rehearsed with all their blocks.
     """
-    model_plans = ModelPlans(job.model) if model_plans is None else model_plans
+    model_plans = ModelPlans(job.model, first_rows(batch, 1)[0]) if model_plans is None else model_plans
     outline, is_known = model_plans.outline(job, layout)
     counts, leaving = Counter[str](), model_plans.leaving_messages
     shape = _Shape(job, outline.layout, outline.schedule, batch, device_type, optimizer, counts, leaving)

@@ -13,7 +13,7 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -36,6 +36,8 @@ _OURS = Path(__file__).parents[1]
 
 _BEGAN_NS = time.time_ns()
 """When this module was loaded: of a file that was changed later, Python may have loaded the text from before."""
+
+_PLAIN = (bool, int, float, str, type(None))
 
 _FileState = tuple[str, int, int]
 
@@ -154,11 +156,12 @@ def _code_of(roots: list[nn.Module]) -> bytes:
     directory at all, such as the user's own. What other modules were, and those that are imported later, is in the file
     itself. The folders in which modules are looked for say which files those later ones would be.
     """
-    packages = set[str]()
+    packages, kinds = set[str](), set[type]()
     for kind in {each for root in roots for module in root.modules() for each in type(module).__mro__[:-1]}:
         if not os.path.isfile(getattr(sys.modules.get(kind.__module__), "__file__", None) or ""):
             raise ValueError(f"the code of {kind} is in no file")
         packages.add(kind.__module__.partition(".")[0])
+        kinds.add(kind)
     packaged = *_installed(), *_pythons_own()
     files = {str(path) for path in _OURS.rglob("*.*") if path.suffix in (".py", ".toml")}
     for path, top in _loaded():
@@ -168,7 +171,25 @@ def _code_of(roots: list[nn.Module]) -> bytes:
                 raise ValueError(f"what was loaded of {path} may be older than the file")
     folders = [os.path.abspath(each) for each in sys.path]
     facts = sys.version, torch.__version__, torch.get_default_dtype(), sorted(STRATEGIES), folders
-    return repr((facts, sorted(map(_state, files)))).encode()
+    return repr((facts, sorted(map(_state, files)), _settings_of(kinds))).encode()
+
+
+def _settings_of(kinds: set[type]) -> list[str]:
+    """Returns the plain values that the classes of modules have, and those that are global where they are defined.
+
+    A function that builds a model may set such a value, which no file shows. Torch's own are left out.
+    """
+    own = {kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "shardwright")}
+    places: list[tuple[str, Mapping[str, Any]]] = [
+        (f"{each.__module__}.{each.__qualname__}", vars(each)) for each in own
+    ]
+    places += [(name, vars(sys.modules[name])) for name in {each.__module__ for each in own}]
+    return sorted(
+        f"{place}.{name}={value!r}"
+        for place, values in places
+        for name, value in values.items()
+        if type(value) in _PLAIN and not name.startswith("__")
+    )
 
 
 def _loaded() -> set[tuple[str, str]]:
