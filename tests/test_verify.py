@@ -394,9 +394,19 @@ class FillsWithTheLeast(nn.Module):
         return (self.down(torch.relu(self.up(y))) + mask.exp()[:, None]).mean(1)
 
 
-@pytest.mark.parametrize("line", ["dp2", "tp2"])
-def test_a_forward_that_cannot_be_recorded_in_float64_is_compared_in_float32(line):
-    verdict = verify(FillsWithTheLeast(), line, [(torch.randint(6, (4, 5)), torch.randint(3, (4,)))])
+class Asserts(FillsWithTheLeast):
+    """Asserts the dtype of a table, as nanochat does."""
+
+    def forward(self, x):
+        y = self.table(x)
+        assert y.dtype == torch.float32, "tables must be in torch.float32"
+        return self.down(torch.relu(self.up(y))).mean(1)
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "pp2"])
+@pytest.mark.parametrize("kind", [FillsWithTheLeast, Asserts])
+def test_a_forward_that_cannot_be_recorded_in_float64_is_compared_in_float32(kind, line):
+    verdict = verify(kind(), line, [(torch.randint(6, (4, 5)), torch.randint(3, (4,)))])
     assert verdict.equal, str(verdict)
     assert "compared in float32" in str(verdict)
 

@@ -71,9 +71,19 @@ class RngTracker:
         self._seed, self.step = seed, step
         self.samples = samples
         self.layers: set[str] = set()
+        self.unrecorded = ""  # what the model's code raised, for which its forward could not be recorded
         self.part_of: PartOf = _of_whole  # which part of a whole a tensor is, where models run on parts
         self.draw: Callable[..., Tensor] | None = None  # set by key_draws: a draw by its key, without counting it
         self.forward_ended: Callable[[], None] | None = None  # set by key_draws: checks how often modules were called
+
+    def fix_for_samples(self, otherwise: str) -> str:
+        """Returns what to do where a draw does not have the samples in dim 0: ``otherwise``, if there is no record."""
+        if not self.unrecorded:
+            return otherwise
+        return (
+            "put the samples in dim 0 where random numbers are drawn; or let the forward run on tensors without "
+            f"values, for which it could not be recorded: {self.unrecorded.splitlines()[0]}"
+        )
 
     @property
     def seed(self) -> int:
@@ -324,9 +334,11 @@ class KeyedDropout:
                 given=f"a tensor of shape {list(input.shape)} for {len(samples)} samples",
                 allowed="activations whose dim 0 is the samples; inside torch's transformer layers dim 1, too; other "
                 "dims where a record of the forward says where the samples are",
-                fix="give parallelize(..., example=inputs), by which the forward is recorded, or apply dropout after "
-                "the samples are in dim 0; or, where run.model is called by hand, write run.step(batch) to train or "
-                "run.predict(inputs)",
+                fix=self.rng.fix_for_samples(
+                    "give parallelize(..., example=inputs), by which the forward is recorded, or apply dropout after "
+                    "the samples are in dim 0; or, where run.model is called by hand, write run.step(batch) to train "
+                    "or run.predict(inputs)"
+                ),
             )
         shape = input.transpose(0, self.dim).shape
         cuts = self.cuts if self.tokens is None else (*self.cuts, *self.tokens(shape))

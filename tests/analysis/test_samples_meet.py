@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardwright import MeanLoss, verify
+from shardwright import MeanLoss, launch, parallelize, verify
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.sample_mixing import warn_of_loss
 from shardwright.models.given_loss import as_loss
@@ -52,6 +52,24 @@ def test_a_maximum_over_the_batch_is_not_named_where_each_microbatch_is_a_batch_
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert verdict_of(Scaled(), "pp1 mb2/own-statistics").equal
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (1, "'0' takes max over all"),
+        (3, "'0', '1' and '2' take max over all"),
+        (6, "'0', '1', '2' and 3 more take max over all"),
+    ],
+)
+def test_one_warning_names_the_modules_in_which_samples_meet_alike(number, told):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Scaled() for _ in range(number)))
+    batch = torch.randn(4, 4), torch.arange(4)
+    with warnings.catch_warnings(record=True, action="always") as found:
+        launch(lambda world: parallelize(model, "mb2", world, example=batch[0]), 1, ranks="threads")
+    assert [text for each in found if (text := str(each.message)).startswith(told)]
+    assert len(found) == 1
 
 
 class Meets(nn.Module):

@@ -379,11 +379,13 @@ def one_device_once(case: Case) -> Iterator[None]:
     verify = import_module("shardwright.verify")
     train = verify.reference
 
-    def known(plain: nn.Module, loss: nn.Module, batches: list, seed: int, plan: Plan, *more: object) -> object:
+    def known(
+        plain: nn.Module, loss: nn.Module, batches: list, seed: int, plan: Plan, *more: object, **named: object
+    ) -> object:
         if plan.layout.own_statistics:
-            return train(plain, loss, batches, seed, plan, *more)
+            return train(plain, loss, batches, seed, plan, *more, **named)
         if case not in _ONE_DEVICE:
-            _ONE_DEVICE[case] = train(plain, loss, batches, seed, plan, *more)
+            _ONE_DEVICE[case] = train(plain, loss, batches, seed, plan, *more, **named)
         return _ONE_DEVICE[case]
 
     with mock.patch.object(verify, "reference", known):

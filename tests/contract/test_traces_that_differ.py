@@ -120,10 +120,24 @@ class Normalized(nn.Module):
         return x + self.mean
 
 
-class Forecast(nn.Module):
-    def __init__(self, *, is_traced):
+class Scaled(nn.Module):
+    """The same with weights, and with a mean without a gradient: one call is known to leave something for another."""
+
+    def __init__(self):
         super().__init__()
-        self.is_traced, self.norm, self.blocks = is_traced, Normalized(), nn.ModuleList(Block() for _ in range(4))
+        self.weight, self.bias = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x, enters):
+        if enters:
+            self.mean = x.mean(1, keepdim=True).detach()
+            return (x - self.mean) * self.weight + self.bias
+        return (x - self.bias) / self.weight + self.mean
+
+
+class Forecast(nn.Module):
+    def __init__(self, *, is_traced, norm=Normalized):
+        super().__init__()
+        self.is_traced, self.norm, self.blocks = is_traced, norm(), nn.ModuleList(Block() for _ in range(4))
 
     def forward(self, x):
         x = self.norm(x, True)
@@ -137,13 +151,39 @@ class Forecast(nn.Module):
 @pytest.mark.parametrize("line", ["pp2/1f1b mb4", "pp4/1f1b mb4", "pp2 mb2 dp2/zero1"])
 @pytest.mark.parametrize("is_traced", [True, False])
 @pytest.mark.parametrize("was_called", [True, False])
-def test_what_one_call_of_a_module_leaves_for_another_reaches_its_stage(line, is_traced, was_called):
-    model = Forecast(is_traced=is_traced)
+@pytest.mark.parametrize("norm", [Normalized, Scaled])
+def test_what_one_call_of_a_module_leaves_for_another_reaches_its_stage(line, is_traced, was_called, norm):
+    model = Forecast(is_traced=is_traced, norm=norm)
     if was_called:
         with torch.no_grad():
             model(torch.randn(1, 3, 8))
     verdict = sw.verify(model, line, batches(), loss=MeanSquaredError())
     assert verdict.equal, str(verdict)
+
+
+class Masking(nn.Embedding):
+    def forward(self, ids):
+        self.mask = (ids > 2)[..., None].double()
+        return super().forward(ids)
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.first, self.second = Masking(20, 8), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, ids):
+        return self.second(torch.relu(self.first(self.table(ids)))) * self.table.mask
+
+
+@pytest.mark.parametrize("was_called", [True, False])
+def test_a_mask_that_a_stage_keeps_and_code_outside_reads_is_named(was_called):
+    model = Masked().double()
+    if was_called:  # other stages would have the mask of that call
+        model(torch.randint(20, (4, 5)))
+    batch = torch.randint(20, (4, 5)), torch.zeros(4, 5, 8)
+    with pytest.raises(LayoutError, match="reads a tensor that 'table' makes and does not return"):
+        sw.verify(model, "pp2/1f1b mb2", [batch], loss=MeanSquaredError())
 
 
 def test_without_an_example_what_a_call_leaves_for_another_is_named():

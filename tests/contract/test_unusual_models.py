@@ -16,6 +16,45 @@ BATCH = (torch.randn(5, 6, generator=torch.Generator().manual_seed(0)), torch.te
 TOKENS = (torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[2, 3, 4], [5, 6, 7]]))
 
 
+class OneVector(nn.Module):
+    """A norm over the samples, of features: torch's takes no single sample in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return self.down(functional.relu(self.norm(self.up(x * self.scale))))
+
+
+class TakesFew(nn.Module):
+    """Code that takes four samples at most, as with a cache of so many, and draws for each of them five times."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        assert len(x) <= 4
+        h = self.up(x).repeat(5, 1, 1).permute(1, 0, 2)
+        h = functional.dropout(h + torch.randn_like(h), 0.5, self.training)
+        return self.down(torch.relu(h.reshape(-1, 8)).view(len(x), 5, 8).mean(1))
+
+
+@pytest.mark.parametrize("line", ["dp4", "dp2 mb2", "dp4 tp2", "dp4 tp2x2/2d"])
+@pytest.mark.parametrize("kind", [OneVector, TakesFew])
+def test_a_rank_with_one_sample_does_what_it_does_with_several(kind, line):
+    torch.manual_seed(0)
+    batch, plans = (torch.randn(4, 6), torch.tensor([0, 1, 2, 0])), []
+    line = line.replace("mb2", "mb2/own-statistics") if kind is OneVector else line
+    verdict = verify(kind(), line, [batch], alter=lambda run: plans.append(run.plan))
+    assert verdict.equal, str(verdict)
+    if kind is OneVector and "tp" in line:
+        held = plans[0].compute["up.weight"].local_shape(dict.fromkeys(plans[0].mesh.axes, 0))
+        assert held[0] < 16
+
+
 class Gated(nn.Module):
     def __init__(self):
         super().__init__()

@@ -292,6 +292,27 @@ def test_an_error_that_an_example_avoids_shows_the_line_with_it(line):
     assert sw.launch(lambda world: work(world, example=inputs), 2, ranks="threads") == ["works"] * 2
 
 
+class NamesHide(nn.Module):
+    """Keeps layers in a plain list, and their parameters where ``parameters()`` finds them, as N-BEATS does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = [nn.Linear(6, 8), nn.Linear(8, 6)], nn.Linear(6, 6)
+        self.parameters = nn.ParameterList(each for layer in self.layers for each in layer.parameters())
+
+    def forward(self, x):
+        return self.head(self.layers[1](torch.relu(self.layers[0](x))))
+
+
+@pytest.mark.parametrize("line", ["tp2", "pp2/1f1b mb2", "dp2"])
+def test_a_child_that_has_the_name_of_a_method_is_refused_where_modules_are_divided(line):
+    if line == "dp2":
+        assert verify(NamesHide(), line, [BATCH], loss=LOSS).equal
+        return
+    with pytest.raises(PlanError, match="'parameters' cannot be reached by its name"):
+        verify(NamesHide(), line, [BATCH], loss=LOSS)
+
+
 class Computes(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -301,7 +322,14 @@ class Computes(nn.Module):
         return self.function(self.layer(x))
 
 
-@pytest.mark.parametrize("function", [lambda y: torch.fft.fft(y).real, lambda y: y @ torch.eye(6)])
+NARROW = [
+    lambda y: torch.fft.fft(y).real,
+    lambda y: y @ torch.eye(6),
+    lambda y: nn.functional.layer_norm(y.float(), (6,), torch.ones_like(y[0])).to(y.dtype),  # as CLIP's norms
+]
+
+
+@pytest.mark.parametrize("function", NARROW)
 def test_code_that_torch_does_not_run_in_bf16_is_named(function):
     with pytest.raises(PlanError, match="does not run in bf16") as failure:
         verify(Computes(function), "dp2 bf16", [BATCH], loss=LOSS)

@@ -33,6 +33,42 @@ def cross_entropy(output, targets, **options):
     return functional.cross_entropy(output.flatten(0, -2), targets.flatten(), **options)
 
 
+class Contrasts(nn.Module):
+    """Scores of every picture with every text of the batch, as CLIP's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(5, 8)
+
+    def forward(self, pictures, texts):
+        return self.first(pictures) @ self.second(texts).T
+
+
+@pytest.mark.parametrize("line", ["dp2", "mb2", "dp2/zero3"])
+@pytest.mark.parametrize("in_loss", [False, True])
+def test_places_in_the_whole_batch_as_targets_are_refused_where_batches_are_cut(line, in_loss):
+    def of_scores(output, targets):
+        return functional.cross_entropy(output, targets)
+
+    def of_features(output, targets):
+        return functional.cross_entropy(output @ output.T, targets)
+
+    inputs = torch.randn(4, 6) if in_loss else (torch.randn(4, 6), torch.randn(4, 5))
+    model, loss = (nn.Linear(6, 8), of_features) if in_loss else (Contrasts(), of_scores)
+    loss = sw.MeanLoss(loss)
+
+    def work(world):
+        run = sw.parallelize(model, line, world, loss=loss)
+        with warnings.catch_warnings(action="ignore"):
+            for batch in run.shard([(inputs, torch.arange(4))]):
+                run.step(batch)
+
+    with pytest.raises(PlanError, match="the loss fails on a part of the batch") as failure:
+        sw.launch(work, line, ranks="threads")
+    assert "Target 2 is out of bounds" in str(failure.value)
+    assert "torch.arange(len(output))" in str(failure.value)
+
+
 def ragged_batch():
     """Samples of which each ends after another number of targets; the others are -100."""
     with torch.random.fork_rng():

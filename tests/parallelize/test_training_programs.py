@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
-from shardwright import launch, parallelize, verify
+from shardwright import MeanLoss, launch, parallelize, verify
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.parallelize.loss_settings import MOST_ENTRIES, follow_settings, settings_of
@@ -416,3 +416,23 @@ def test_a_loader_without_a_length_is_read(loader):
     losses = on_ranks("dp2", lambda run: [run.evaluate(part).item() for part in run.shard(loader())])
     assert close(losses, on_ranks("single", lambda run: [run.evaluate(part).item() for part in run.shard(loader())])[0])
     assert len(losses[0]) == 2
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "dp2/zero3", "pp2"])
+def test_a_loss_that_calls_the_model_of_another_run_needs_all_of_it_on_each_rank(line):
+    generator, critic = (nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, out)) for out in (4, 1))
+    latent, wanted = torch.randn(4, 4), torch.ones(4, 1)
+
+    def work(world):
+        score = parallelize(critic, line, world, loss=MeanLoss(functional.mse_loss)).model
+        loss = MeanLoss(lambda made, targets: functional.mse_loss(score(made), targets))
+        run = parallelize(generator, line, world, loss=loss)
+        return run.step(next(iter(run.shard([(latent, wanted)])))).item()
+
+    if line == "dp2":
+        expected = functional.mse_loss(critic(generator(latent)), wanted).item()
+        assert launch(work, line, ranks="threads") == pytest.approx([expected] * 2, rel=1e-5)
+        return
+    with pytest.raises(PlanError, match="the loss holds the model of a run, of which this rank has parts") as failure:
+        launch(work, line, ranks="threads")
+    assert "lay the discriminator out by dp" in str(failure.value)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 import shardwright as sw
+from shardwright.ledger import measure_memory
+from shardwright.parallelize.auto import num_shares
 
 
 class Encoder(nn.Module):
@@ -87,3 +91,101 @@ def test_a_parameter_without_elements_is_no_obstacle_to_a_cut(line):
     assert plans.best.step_s > 0
     verdict = sw.verify(HasEmpty(), line, [batch])
     assert verdict.equal, str(verdict)
+
+
+class Pairs(nn.Module):
+    """Samples 2k and 2k + 1 belong together."""
+
+    least = 2
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 24), nn.Linear(24, 10)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x).view(-1, 2, 24).flip(1).reshape(-1, 24)))
+
+
+class AtLeastFour(nn.Module):
+    least = 4
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, x):
+        assert len(x) >= 4, "at least four"
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", [Pairs, AtLeastFour])
+def test_a_search_for_a_model_that_takes_some_numbers_of_samples_alone_finds_layouts_that_it_takes(kind):
+    batch = torch.randn(8, 12), torch.randint(10, (8,))
+    with warnings.catch_warnings(action="ignore"):  # that samples meet
+        plans = sw.plan_layouts(kind(), "h100-80gb:1x2", batch)
+    assert plans.layouts
+    assert all(8 // num_shares(price.layout) >= kind.least for price in plans.layouts)
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 32), nn.Linear(32, 10)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.steps += 1
+        return self.last(torch.relu(self.first(x)))
+
+
+def test_a_search_names_no_microbatches_for_a_buffer_that_counts_calls():
+    batch = torch.randn(8, 12), torch.randint(10, (8,))
+    model = Counts()
+    plans = sw.plan_layouts(model, "h100-80gb:1x2", batch, fix="fp32")
+    assert all(price.layout.num_microbatches == 1 or price.layout.own_statistics for price in plans.layouts)
+    price = plans.layouts[0]
+
+    def work(world):
+        run = sw.parallelize(model, price.layout, world, example=batch[0])
+        for each in run.shard([batch]):
+            run.step(each)
+
+    sw.launch(work, price.layout, ranks="threads")
+
+
+class OwnAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        samples, tokens, width = x.shape
+        heads = (each.view(samples, tokens, 4, 8).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1))
+        y = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(samples, tokens, width))
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp2/sp", "pp2/1f1b mb2 tp2"])
+def test_memory_on_an_accelerator_is_that_of_a_run_where_a_forward_runs_on_parts(line):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 32), *(OwnAttention() for _ in range(3)), nn.Linear(32, 64))
+    tokens = torch.randint(64, (8, 64))
+    batch, num_ranks = (tokens, tokens.roll(-1, 1)), sw.Layout.parse(line).num_ranks
+    price = sw.plan_layouts(model, f"h100-80gb:1x{num_ranks}", batch, layout=line).best
+
+    def work(world):
+        run = sw.parallelize(model, line, world, example=tokens)
+        optimizer = run.optimizer(torch.optim.AdamW, lr=1e-3, foreach=True)
+        *before, last = run.shard([batch] * 3)
+        for each in before:
+            run.step(each, update=optimizer)
+            optimizer.step()
+        return measure_memory(run, last, optimizer).peak_bytes
+
+    held = max(sw.launch(work, num_ranks, ranks="threads"))
+    assert max(sum(each.by_kind.values()) for each in price.memory) == pytest.approx(held, rel=0.02)

@@ -18,6 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.analysis.structure import BATCH_NORMS, kind_of
 
+ONE_VALUE = "more than 1 value per channel"
+"""What torch says where a BatchNorm has one value for each channel, as of one sample of features."""
+
 
 def iterates(module: nn.Module) -> bool:
     """Returns whether a module applies spectral norm, which takes a power-iteration step in each training forward.

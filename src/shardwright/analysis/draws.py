@@ -186,8 +186,11 @@ class Draws:
         may differ from one device. If ranks are threads, it warns of variables that they share (``kept_outside``).
         Inside of ``cut_layers``, of whose activations ranks hold parts, no module may draw for one sample alone.
         """
+        places: dict[str, list[str]] = {}  # by function: a model of many layers meets in each of them
         for path, function in self.across if cuts_samples else ():
-            warn_of_meeting(f"'{path or 'the model'}'", function, stacklevel=2)
+            places.setdefault(function, []).append(f"'{path or 'the model'}'")
+        for function, named in places.items():
+            warn_of_meeting(named, function, stacklevel=2)
         if are_threads and self.kept_outside:
             warn(
                 f"the forward leaves tensors outside of the model, in {', '.join(map(repr, self.kept_outside))}: ranks "

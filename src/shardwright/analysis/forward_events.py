@@ -45,7 +45,7 @@ from shardwright.analysis.forward_record import (
 )
 from shardwright.analysis.hidden_outputs import unseen_outputs
 from shardwright.analysis.meta_device import buffers_put_back, on_meta
-from shardwright.analysis.meta_values import MetaValues
+from shardwright.analysis.meta_values import TO_NUMBERS, MetaValues
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import check_not_nested, cloned, tensors_of
 from shardwright.analysis.tracer import is_autograd_function
@@ -56,7 +56,7 @@ _HOOKS = frozenset([Tensor.register_hook, Tensor.register_post_accumulate_grad_h
 On a ghost, the meta tensor that stands for a tensor of another stage, a hook would not run.
 """
 
-_READERS = frozenset([Tensor.tolist, Tensor.numpy, Tensor.__array__])
+_READERS = frozenset(TO_NUMBERS)
 """Tensor methods that read a tensor's values without running an operator."""
 
 Draw = Callable[[str, int, int, DrawCall], Tensor]
@@ -263,6 +263,10 @@ class _ForwardRecorder(TorchFunctionMode):
                 return results
             if self._values.num_reads > reads or func in _READERS:
                 self._decides_by_inputs()
+        if self._unit is not None:  # a module may keep it for its next call
+            for tensor in tensors_of(results):
+                if all(tensor is not each for each in given):
+                    tag_value(tensor, (self._unit, -1))
         self.vary((results, given))
         return results
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +16,7 @@ from shardwright.analysis.code_caches import code_caches_put_back
 from shardwright.analysis.copying import copied
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.known_modules import without_branches
-from shardwright.analysis.meta_values import MetaValues, keep_values
+from shardwright.analysis.meta_values import TO_NUMBERS, MetaValues, keep_values
 from shardwright.analysis.operator_results import MetaOperators
 
 
@@ -44,7 +45,7 @@ def on_meta(
     replaced: dict[Callable[..., Any], Callable[..., Any]] = {functional.interpolate: _interpolate, **instead}
     if isinstance(kept, MetaValues):
         kept.give_kept(model.buffers())
-        replaced |= {Tensor.tolist: kept.numbers_in, Tensor.__format__: kept.text_of}
+        replaced |= {each: partial(kept.numbers_in, each) for each in TO_NUMBERS} | {Tensor.__format__: kept.text_of}
     with code_caches_put_back(model), IgnoresDeviceMoves(torch.device("meta"), replaced), without_branches(model), kept:
         yield kept if isinstance(kept, MetaValues) else None
 

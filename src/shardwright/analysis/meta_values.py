@@ -40,6 +40,9 @@ _SELECTING = frozenset(["nonzero", "masked_select", "index"])
 _UNKNOWN_SIZE = frozenset(["nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim"])
 _CHOOSING = {"topk": -1, "sort": -1, "multinomial": -1, "argmax": None, "argmin": None, "max": None, "min": None}
 """The operators whose results have indices of elements that they choose along a dim, and the dim if none is given."""
+TO_NUMBERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+"""The functions that give the values of a tensor to Python or NumPy."""
+
 PACK = "_pack_padded_sequence"
 """The operator that leaves out the padding of sequences, whose lengths must be on the CPU."""
 
@@ -200,19 +203,22 @@ class MetaValues(DispatchMode):
     def indexing(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Returns what runs in place of a torch function, and its arguments: the same, but for a few that read values.
 
-        A number in a text, as in ``experts[f"expert_{number}"]``, is written if its value is known. ``tolist`` reads
-        known values; while ``selects_all`` is set, numbers that only a real run has are ones. Some calls ``x[...]`` are
-        replaced by others that say more or do not fail. A list of numbers that is a range becomes the copy of a slice,
-        of which more is known. A scalar that is too large becomes the last index once everything was selected: a loop
-        over the experts of a mixture may then come to one more than there are, since a mask may have a row that no
-        sample chooses (as DBRX's has).
+        A number in a text, as in ``experts[f"expert_{number}"]``, is written if its value is known. ``tolist`` and
+        ``numpy`` read known values; while ``selects_all`` is set, numbers that only a real run has are ones for
+        ``tolist``, but not for NumPy, which may compute anything of them. Some calls ``x[...]`` are replaced by
+        others that say more or do not fail. A list of numbers that is a range becomes the copy of a slice, of which
+        more is known. A scalar that is too large becomes the last index once everything was selected: a loop over the
+        experts of a mixture may then come to one more than there are, since a mask may have a row that no sample
+        chooses (as DBRX's has).
         """
         if function is Tensor.__format__ and args[0].is_meta and not args[0].dim():
             return _formatted, args
-        if function is Tensor.tolist and args[0].is_meta:  # torch reads its memory, which no dispatch mode sees
+        if function in TO_NUMBERS and args[0].is_meta:  # torch reads its memory, which no dispatch mode sees
             self.num_reads += 1
             values = self.values(args[0])
-            return function, (self._unknown_numbers(args[0]) if values is None else values,)
+            if values is None and function is not Tensor.tolist:
+                return function, args
+            return function, (self._unknown_numbers(args[0]) if values is None else values, *args[1:])
         if function is not Tensor.__getitem__ or not args[0].is_meta:
             return function, args
         x, index = args
@@ -225,10 +231,10 @@ class MetaValues(DispatchMode):
             return function, args
         return function, (x, x.shape[0] - 1)
 
-    def numbers_in(self, tensor: Tensor) -> Any:
-        """Returns what ``tensor.tolist()`` is, as :meth:`indexing` says."""
-        function, args = self.indexing(Tensor.tolist, (tensor,))
-        return function(*args)
+    def numbers_in(self, function: Any, tensor: Tensor, *args: Any, **named: Any) -> Any:
+        """Returns what a function of ``TO_NUMBERS`` gives for a tensor, as :meth:`indexing` says."""
+        function, args = self.indexing(function, (tensor, *args))
+        return function(*args, **named)
 
     def text_of(self, tensor: Tensor, spec: str) -> str:
         """Returns what an f-string writes for a tensor.

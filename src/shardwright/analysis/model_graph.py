@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwright.analysis.batch_norms import ONE_VALUE
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.draws import (
     DrawKey,
@@ -25,7 +26,7 @@ from shardwright.analysis.draws import (
     moved_on,
     seeded_draws,
 )
-from shardwright.analysis.marked_inputs import map_samples, marks_in
+from shardwright.analysis.marked_inputs import map_samples, marks_in, sample_tensors
 from shardwright.analysis.meta_device import meta_copy, on_meta
 from shardwright.analysis.module_calls import call_model, may_read_values
 from shardwright.analysis.operator_results import cloned
@@ -98,6 +99,10 @@ class RecordedRun:
         return len(kinds) == 1 and next(iter(kinds))[0] == 0 and len(found) == self.recording.num_samples
 
 
+SEVERAL = (3, 2)
+"""The numbers of samples that are tried of code that takes few of them, where the example has one."""
+
+
 @dataclass
 class ModelGraph:
     """A model and example inputs, with a recorded forward that is made when it is first needed.
@@ -149,7 +154,12 @@ class ModelGraph:
 
     @property
     def _first(self) -> RecordedRun | str:
-        return self._of_prime if isinstance(self._of_prime, RecordedRun) else self._as_given
+        if isinstance(self._of_prime, RecordedRun):
+            return self._of_prime
+        # of one sample, as a rank may have it, no dim is known to be that of the samples
+        is_one = any(tensor.dim() and len(tensor) == 1 for tensor in sample_tensors(self.example))
+        several = (self._tried(number, self.reads_values) for number in SEVERAL if is_one)
+        return next((run for run in several if isinstance(run, RecordedRun)), self._as_given)
 
     @cached_property
     def reads_values(self) -> bool:
@@ -344,7 +354,9 @@ class ModelGraph:
 
     @property
     def _as_given(self) -> RecordedRun | str:
-        return self._tried(None, self.reads_values)
+        found = self._tried(None, self.reads_values)
+        # ranks with one sample each, over which the statistics of a batch norm are summed
+        return self._tried(SEVERAL[-1], self.reads_values) if isinstance(found, str) and ONE_VALUE in found else found
 
     @cached_property
     def _prime(self) -> int:

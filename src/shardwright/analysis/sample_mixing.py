@@ -8,7 +8,7 @@ too (:func:`meetings`), of which a layout warns.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 from warnings import warn
 
@@ -30,6 +30,9 @@ from shardwright.analysis.sample_windows import adds_up_groups, needs_other_samp
 COUNTS = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107)
 """The batch sizes tried for a recording: primes, which few other dims have as their size, so that the samples' dim is
 recognised."""
+
+NAMED = 3
+"""The most modules that a warning names."""
 
 _SUMS = frozenset((
     "sum", "nansum", "mean", "var", "std", "var_mean", "logsumexp", "prod", "norm", "linalg_vector_norm",
@@ -229,11 +232,13 @@ def _masks_of(call: RecordedCall) -> list[TensorUse]:
     return [each for each in given if isinstance(each, TensorUse) and each.dtype is torch.bool]
 
 
-def warn_of_meeting(where: str, function: str, stacklevel: int) -> None:
-    """Warns that samples meet in a module or a loss (``where``) by ``function``, where a rank has some samples only."""
+def warn_of_meeting(places: Sequence[str], function: str, stacklevel: int) -> None:
+    """Warns that samples meet in modules or a loss (``places``) by ``function``, where a rank has some samples only."""
+    named = list(places) if len(places) <= NAMED else [*places[:NAMED], f"{len(places) - NAMED} more"]
+    where = named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
     warn(
-        f"{where} takes {function} over all samples of a batch, which this layout cuts: if the result matters, it "
-        "differs from one device; verify says by how much",
+        f"{where} {'takes' if len(named) == 1 else 'take'} {function} over all samples of a batch, which this layout "
+        "cuts: if the result matters, it differs from one device; verify says by how much",
         stacklevel=stacklevel + 1,
     )
 
@@ -272,7 +277,7 @@ def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> bool:
     names = [call.name for call in back] + [name for _, name in meetings(recording, axes, flow)]
     names += [call.name for call in other_means(recording, axes, sums, _trained(recording), targets=targets)]
     for name in dict.fromkeys(names):
-        warn_of_meeting("the loss", name, stacklevel=2)
+        warn_of_meeting(["the loss"], name, stacklevel=2)
     return bool(names)
 
 

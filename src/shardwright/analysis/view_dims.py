@@ -87,7 +87,8 @@ def _repeat(call: RecordedCall, a: DimLetters) -> Any:
     own = a.of(x)
     padded = (*(() for _ in range(len(y) - len(x))), *own)
     shape = (*(1 for _ in range(len(y) - len(x))), *x)
-    return [own], [tuple((*a.new(n // m), *dim) for n, m, dim in zip(y, shape, padded, strict=True))]
+    times = (n // m if m else 1 for n, m in zip(y, shape, strict=True))  # of no samples, any number of times is none
+    return [own], [tuple((*a.new(n), *dim) for n, dim in zip(times, padded, strict=True))]
 
 
 @_rule("slice", "narrow")

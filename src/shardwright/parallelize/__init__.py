@@ -31,7 +31,14 @@ from shardwright.operators.split_backward import DeferredGradients
 from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.batches import as_tensors
 from shardwright.parallelize.between_nodes import bytes_between, crossing_pairs, node_warnings
-from shardwright.parallelize.checks import check_given, check_loss, check_model, check_same_start, check_world
+from shardwright.parallelize.checks import (
+    check_given,
+    check_loss,
+    check_model,
+    check_names,
+    check_same_start,
+    check_world,
+)
 from shardwright.parallelize.first_batch import FirstBatchChecker
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.loss_settings import follow_settings
@@ -146,6 +153,7 @@ def parallelize(
     check_given(model, layout, world)
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_model(model)
+    check_names(model, layout)
     example = as_tensors(example)
     given, loss = loss, copied_loss(loss_for(loss, model))
     check_loss(loss)
@@ -251,6 +259,7 @@ def _run_of(
     coord = plan.mesh.coord(world.rank)
     shard = plan.batch_shard(coord)
     rng = RngTracker(seed)
+    rng.unrecorded = "" if job.graph is None else job.graph.failure_of_own_code
     job = job._replace(batch_shard=shard, rng=rng, deferred=DeferredGradients())
     job.loss.to(world.device)
     rows = {module: partial(shard.samples, moves) for module, moves in plan.row_moves.items()}

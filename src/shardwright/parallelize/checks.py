@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from shardwright.analysis.batch_norms import is_frozen, iterates, sees_batch
+from shardwright.analysis.batch_norms import ONE_VALUE, is_frozen, iterates, sees_batch
 from shardwright.analysis.known_modules import MetaForward
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.operator_results import tensors_of
 from shardwright.analysis.reached import tensors_outside
 from shardwright.analysis.structure import kind_of
 from shardwright.analysis.tracer import line_of
-from shardwright.axes import mesh_axes
+from shardwright.axes import layout_axes, mesh_axes
 from shardwright.comm.agreement import Difference, check_agreement, first_difference_async, tensor_digest, text_digest
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
@@ -56,6 +56,25 @@ def check_given(model: Any, layout: Any, world: Any) -> None:
                 if not is_class
                 else f"write {value.__name__}(...), which makes one",
             )
+
+
+def check_names(model: nn.Module, layout: Layout) -> None:
+    """Raises PlanError for a child that its name does not give, where a layout cuts modules or divides them in stages.
+
+    That is one whose name its class has too, as a child named ``parameters``: ``module.parameters`` is the method.
+    """
+    if not any(f.size > 1 and layout_axes()[f.axis].kind in ("operators", "stages") for f in layout.factors):
+        return
+    for path, module in model.named_modules():
+        for name in module._modules:
+            if hasattr(type(module), name):
+                kind = type(module).__name__
+                raise PlanError(
+                    f"the module '{f'{path}.{name}'.lstrip('.')}' cannot be reached by its name",
+                    given=f"a child of {kind} named '{name}', as an attribute of the class {kind} is, under {layout}",
+                    allowed="names that the class does not have; such children under dp and ZeRO",
+                    fix=f"rename it where it is made, such as self.{name}_ = ...",
+                )
 
 
 def check_model(model: nn.Module) -> None:
@@ -280,7 +299,7 @@ def torch_errors_explained(plan: Plan) -> Iterator[None]:
     except (RuntimeError, ValueError) as failure:
         text = first_line(failure)
         given = f"{type(failure).__name__}: {text}{line_of(failure)}, under {layout}"
-        if layout.own_statistics and "more than 1 value per channel" in text:
+        if layout.own_statistics and ONE_VALUE in text:
             raise PlanError(
                 "a BatchNorm has one value for each channel of a microbatch",
                 given=given,
@@ -298,7 +317,29 @@ def torch_errors_explained(plan: Plan) -> Iterator[None]:
         raise
 
 
-_DTYPES = re.compile(r"BFloat16|bfloat16|\bHalf\b|float16|same dtype")
+@contextmanager
+def explained_on_parts(layout: Layout, *, meets: bool) -> Iterator[None]:
+    """Returns a context in which errors of a loss that a part of a batch may have brought about are PlanErrors.
+
+    These are indices that are out of bounds, as of a contrastive loss whose targets are the places of samples in the
+    whole batch, and, if samples are known to meet in the loss (``meets``), all errors of torch.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as failure:
+        if not meets and not isinstance(failure, IndexError):
+            raise
+        raise PlanError(
+            "the loss fails on a part of the batch",
+            given=f"{type(failure).__name__}: {first_line(failure)}{line_of(failure)}, under {layout}",
+            allowed="losses of one sample after another, whose targets are of the samples that they are given",
+            fix="if targets are the places of samples in the whole batch, use a layout that keeps batches whole, as "
+            "tp2 and pp2 without mb do, or compute them in the loss, as torch.arange(len(output)): each part of a "
+            "batch is then compared in itself, which is another loss",
+        ) from failure
+
+
+_DTYPES = re.compile(r"BFloat16|bfloat16|\bHalf\b|float16|same dtype|mixed dtype")
 """What errors of torch say about an operator that does not run in bf16 or fp16, or not on tensors of two dtypes."""
 
 

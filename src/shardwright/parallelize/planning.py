@@ -31,7 +31,7 @@ from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_mo
 from shardwright.analysis.operator_results import cloned, tensors_of
 from shardwright.analysis.reached import unregistered
 from shardwright.axes import layout_axes, mesh_axes
-from shardwright.errors import EXAMPLE, GridError, LayoutError, UnknownCodeError
+from shardwright.errors import EXAMPLE, GridError, LayoutError, PlanError, UnknownCodeError
 from shardwright.forward_stack import Rung
 from shardwright.initial_values import keep_record
 from shardwright.layout import Layout, has_stages
@@ -69,8 +69,20 @@ def copied_loss(loss: nn.Module) -> nn.Module:
     """Returns a copy of a loss with buffers of its own, such as a running mean: ranks that are threads share no buffer.
 
     Parameters share memory with those of ``loss``.
+
+    Raises: PlanError: the loss holds the model of another run, of which this rank has parts.
     """
-    return structural_copy(loss, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
+    try:
+        return structural_copy(loss, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
+    except PlanError as failure:
+        if "would hold parts" not in failure.what and "outside of a step" not in failure.what:
+            raise
+        raise PlanError(
+            "the loss holds the model of a run, of which this rank has parts",
+            given=f"{type(loss).__name__}; {failure.given}",
+            allowed="frozen modules that are whole on each rank, such as the model of a run under dp",
+            fix="in a GAN, lay the discriminator out by dp: its ranks have all of it",
+        ) from failure
 
 
 def without_storage(model: nn.Module) -> nn.Module:

@@ -38,6 +38,7 @@ from shardwright.parallelize.checks import (
     check_structure,
     check_trains,
     code_of,
+    explained_on_parts,
     structure_of,
     torch_errors_explained,
 )
@@ -100,7 +101,8 @@ class TrainStep:
         is_replaced = any(each.rung is not Rung.ON_PARTS for each in stack_of(loss).wrappers)
         known = type(loss) in (CrossEntropy, MeanSquaredError, SumLoss) or is_replaced
         self._has_marks = False  # whether all samples share some targets of the first batch
-        self._reads_loss = not known and (several or bool(plan.row_axes))
+        self._reads_loss = self._is_of_parts = not known and (several or bool(plan.row_axes))
+        self._meets = False  # whether samples are known to meet in the loss
         self._is_checked = self._everyone.device.type == "meta"  # of a rehearsal, where no rank has values
         self._settings, self._check_reads, self._knows_reads = settings_of(loss), check_reads, known or self._is_checked
 
@@ -167,16 +169,22 @@ class TrainStep:
 
     def _loss_of(self, output: Any, targets: Any) -> Any:
         if self._reads_loss:  # the first time, of a user's loss, and where the layout cuts samples
-            self._reads_loss = False
-            if not warn_of_loss(self.loss, output, targets) and not self._has_marks:
+            self._reads_loss, self._meets = False, warn_of_loss(self.loss, output, targets)
+            if not self._meets and not self._has_marks:
                 warn_of_halves(self.loss, output, targets, stacklevel=2)
+        if self._is_of_parts:
+            with explained_on_parts(self.plan.layout, meets=self._meets):
+                return self._watched_loss(output, targets)
+        return self._watched_loss(output, targets)
+
+    def _watched_loss(self, output: Any, targets: Any) -> Any:
         if self._knows_reads:
             return self._checked_loss(output, targets)
         self._knows_reads, since, several = True, now_in_graph(), self.plan.layout.num_microbatches > 1
         counters = counters_of(self.loss) if several else {}
         result = self._checked_loss(output, targets)
         if several:
-            warn_of_counters(self.loss, counters, self.plan.layout, stacklevel=2)
+            warn_of_counters(self.loss, counters, self.plan.layout, stacklevel=3)
         if isinstance(result, tuple) and isinstance(result[0], Tensor):
             self._check_reads(leaves_read(result[0], output, since))
         return result

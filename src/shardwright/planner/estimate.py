@@ -398,8 +398,11 @@ class Estimator:
         key = operators, recompute, samples
         if key not in self._of_passes:
             is_large = samples > MOST_EXTRAPOLATED and bool(self.refuses_microbatches)
-            sizes = (samples,) if is_large or any(each.options for each in operators) else FEW_SAMPLES
+            is_exact = is_large or any(each.options for each in operators)
+            sizes: tuple[int, ...] = (samples,) if is_exact else FEW_SAMPLES
             few, *more = (self._read(operators, None, each) for each in sizes if each <= max(self.batch, sizes[0]))
+            if few is None:  # the model may not take so few samples
+                few, sizes, more = (more or [few])[0], sizes[len(more) :], []
             own = (more or [few])[0] if recompute is None else self._read(operators, recompute, sizes[len(more)])
             known = [few, own, *more]
             self._of_passes[key] = (

@@ -49,6 +49,9 @@ Several stages are rehearsed with at least two microbatches more than stages, if
 alternates forwards and backwards. Where messages of a backward are under way after it, as sums of gradients in each
 microbatch, it is one microbatch more: only the third is like those that follow."""
 
+MOST_SAMPLES = 8
+"""The most samples of a batch by which it is known whether a forward uses alike blocks alike."""
+
 FEWER_AND_MORE, WHERE_RECOMPUTED, WHERE_UNSHARDED = (1, 2), (2, 3), (4, 5)
 """The numbers of blocks in each chunk in the two rehearsals. The second pair is for recomputed blocks that
 differ in what they hold where they are the first or the last, the third for layouts that unshard parameters at each use
@@ -69,7 +72,8 @@ def record_layout(
     Raises: LayoutError, PlanError: the model cannot have the layout or does not run on the meta device, or more than
         ``most_whole`` stages would have to be rehearsed with all their blocks.
     """
-    model_plans = ModelPlans(job.model, first_rows(batch, 1)[0]) if model_plans is None else model_plans
+    if model_plans is None:
+        model_plans = ModelPlans(job.model, first_rows(batch, min(num_rows(batch), MOST_SAMPLES))[0])
     outline, is_known = model_plans.outline(job, layout)
     counts, leaving = Counter[str](), model_plans.leaving_messages
     shape = _Shape(job, outline.layout, outline.schedule, batch, device_type, optimizer, counts, leaving)

@@ -15,6 +15,7 @@ from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import tensors_of
+from shardwright.analysis.recording import Recording
 from shardwright.axes import mesh_axes
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Factor, Layout
@@ -38,6 +39,13 @@ MOST_OF_MODEL = 0.8
 
 NUM_BLOCKS = FEWER_AND_MORE[-1] + 1
 """The number of blocks that a short model has: the least of which a rehearsal can be made with fewer."""
+
+
+FEW_SAMPLES = (1, 2, 4, 8)
+"""The numbers of samples that are tried of a model's code, which may not take one alone."""
+
+_UPDATES = frozenset(("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_"))
+"""The operators that write into a tensor what they compute of its values before."""
 
 
 @dataclass
@@ -98,14 +106,27 @@ class ShortModel:
         model = without_storage(self._short)
         block = model.get_submodule(self.blocks.names[1])
         block.register_forward_pre_hook(lambda _, args: sizes.append(sum(each.nbytes for each in tensors_of(args))))
-        with (
-            suppress(RuntimeError, TypeError),  # of the user's code
-            torch.no_grad(),
-            ignoring_batch_statistics(model),
-            on_meta(model, values=False),
-        ):
-            call_model(model, first_rows(self.batch, 1)[0])
-        return sizes[0] if sizes else 0
+        self._runs(model, self._fewest)
+        return sizes[0] // self._fewest if sizes else 0
+
+    def _runs(self, model: nn.Module, samples: int) -> bool:
+        """Runs a forward on the meta device; returns whether the model's code takes so many samples."""
+        with torch.no_grad(), ignoring_batch_statistics(model), on_meta(model, values=False):
+            try:
+                call_model(model, first_rows(self.batch, samples)[0])
+            except Exception:  # of the user's code
+                return False
+        return True
+
+    @cached_property
+    def _fewest(self) -> int:
+        """The fewest samples of 1, 2, 4 and 8 that the model's code takes; 1 if it takes none of these there."""
+        model = without_storage(self._short)
+
+        def found() -> int:
+            return next((each for each in FEW_SAMPLES if self._runs(model, each)), 1)
+
+        return self.kept.find("fewest", found)
 
     def record(self, layout: Layout, samples: int) -> LayoutRecords:
         """Returns the operators, messages and memory of a step with a global batch of ``samples`` samples.
@@ -139,8 +160,13 @@ class ShortModel:
         return self.kept.find("microbatches", self._why_not_in_microbatches)
 
     def _why_not_in_microbatches(self) -> str:
+        layout = Layout((), 2)
         try:
-            self.plan(Layout((), 2))
+            self.plan(layout)
+            graph = self._job(self._short, layout, first_rows(self.batch, 2 * self._fewest)).graph
+            changed = "" if graph is None or graph.failure else _changed_buffer(graph.run.recording)
+            if changed:
+                return f"'{changed}' changes with every call, and 'mb' makes several calls a step"
         except LayoutError as refused:
             with suppress(LayoutError, PlanError):
                 self.plan(Layout((), 2, own_statistics=True))
@@ -150,11 +176,11 @@ class ShortModel:
         return ""
 
     def plan(self, layout: Layout) -> Plan:
-        """Returns the plan of the short model under a layout, for a batch with one sample for each rank.
+        """Returns the plan of the short model under a layout, for a batch with one sample or a few for each rank.
 
         Raises: LayoutError, PlanError: the short model cannot have the layout.
         """
-        rows = first_rows(self.batch, layout.num_ranks)
+        rows = first_rows(self.batch, layout.num_ranks * self._fewest)
         return make_plan(self._job(self._short, layout, rows), layout)[0]
 
     def summed_bytes(self, layout: Layout) -> int:
@@ -163,7 +189,7 @@ class ShortModel:
         The bytes are those of rank 0, as strategies state them. Under a layout of model copies they are the sums of
         gradients.
         """
-        rows = first_rows(self.batch, num_shares(layout))
+        rows = first_rows(self.batch, num_shares(layout) * self._fewest)
         job = self._job(self._short, layout, rows)
         plan, strategies = make_plan(job, layout)
         stated = StepTraffic(job, plan, strategies, rows[0]).at(dict.fromkeys(plan.mesh.axes, 0))
@@ -192,3 +218,9 @@ class ShortModel:
 
     def _job(self, model: nn.Module, layout: Layout, rows: tuple[Any, Any]) -> Job:
         return job_for(model, self.loss, layout, rows[0], tokens_of(rows[0], layout), self.roles)
+
+
+def _changed_buffer(recording: Recording) -> str:
+    """Returns the name of a buffer that a forward updates at every call, as one that counts calls; "" if none is."""
+    updates = (call for call in recording.calls if call.name in _UPDATES)
+    return next((use.name for call in updates for use in call.written if use.kind == "buffer"), "")

@@ -103,7 +103,7 @@ class KeyedNumbers:
                 f"the random numbers '{self.key}' are not drawn for each sample",
                 given=f"{size} elements in dim {self.place.dim} for {count} samples",
                 allowed="tensors whose samples are where the example's forward has them, or in dim 0",
-                fix=EXAMPLE,
+                fix=self.rng.fix_for_samples(EXAMPLE),
             )
         sample = sample_indices(self.samples, self.device)[index // inside % count]
         return sample, index // (inside * count) * inside + index % inside

@@ -70,7 +70,7 @@ from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.batches import Targets, pairs
-from shardwright.parallelize.checks import check_loss, check_model, check_trains
+from shardwright.parallelize.checks import check_loss, check_model, check_names, check_trains
 from shardwright.parallelize.planning import job_for, make_plan, shares_of, structural_copy
 from shardwright.parallelize.run import Run
 from shardwright.plan.plan import Plan, compute_dtype
@@ -175,6 +175,7 @@ def verify(
     if launcher is None:
         check_can_start(layout.num_ranks, ranks)
     check_model(model)
+    check_names(model, layout)
     check_loss(loss)
     compared = partial(
         _compared, model, layout, batches, loss, seed, ranks, strategies, alter, launcher, dict(roles), dict(seconds)
@@ -200,10 +201,10 @@ def verify(
 def _may_be_of_dtype(failure: LayoutError | PlanError) -> bool:
     """Returns whether an error may come of the dtype: torch's own, or one of a parameter that the forward converts.
 
-    It is torch's own too where a layout is refused since the forward cannot be recorded.
+    So may the refusal of a layout be, where the forward cannot be recorded: its code may assert a dtype.
     """
-    is_torchs = isinstance(failure.__cause__, RuntimeError) or "cannot be recorded: RuntimeError" in str(failure)
-    return is_torchs or " the parameter '" in failure.what
+    is_torchs = isinstance(failure.__cause__, RuntimeError)
+    return is_torchs or "cannot be recorded" in str(failure) or " the parameter '" in failure.what
 
 
 def _only_in_float32(model: nn.Module, loss: nn.Module, batch: Batch) -> str:
@@ -251,7 +252,8 @@ def _compared(
     plan, _ = make_plan(job, layout, strategies)  # raises LayoutError before any rank starts
     check_trains(plan)
     draws = job.graph.draws if job.graph is not None else None
-    expected = reference(plain, loss, batches, seed, plan, draws)
+    unrecorded = job.graph.failure_of_own_code if job.graph is not None else ""
+    expected = reference(plain, loss, batches, seed, plan, draws, unrecorded=unrecorded)
     work = (plain, layout, batches, loss, seed, expected.eps, job.roles, job.seconds)
     if launcher is not None:
         found = launcher(_rank, *work, strategies, alter)

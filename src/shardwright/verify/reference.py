@@ -106,6 +106,7 @@ def reference(
     plan: Plan,
     draws: Draws | None,
     *,
+    unrecorded: str = "",
     eps: float | None = None,
     shift: Callable[[str, Tensor], None] = lambda name, value: None,
     forward: AbstractContextManager[Any] | None = None,
@@ -119,7 +120,8 @@ def reference(
 
     AdamW makes a step for each of ``batches``, which are not written to. ``seed`` determines dropout and initial values
     that the model lacks. ``plan`` says how batches are cut if microbatches have batch statistics of their own.
-    ``draws`` are the random function calls that a recorded forward of the model has made. ``eps`` is AdamW's; by
+    ``draws`` are the random function calls that a recorded forward of the model has made, and ``unrecorded`` says why
+    it could not be recorded. ``eps`` is AdamW's; by
     default it is ``EPS`` times the largest absolute entry of the first step's gradients. ``shift(name, value)`` may
     change each parameter's initial value, in place. ``forward`` is a context in which the forwards run. ``narrow`` is a
     dtype in which all is computed, as under a layout in bf16; in fp16 the loss is computed in float32, as sums of
@@ -131,6 +133,7 @@ def reference(
         of the plan.
     """
     model, rng, place = structural_copy(plain, torch.clone), RngTracker(seed), torch.device(device)
+    rng.unrecorded = unrecorded
     check_apart(plain, model)
     loss = copied_loss(loss)  # each run begins with the buffers that it has
     on_several = len({p.device for p in plain.parameters()}) > 1

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwright.analysis.autograd_graph import nodes_behind
 from shardwright.analysis.meta_device import meta_copy, on_meta
 from shardwright.analysis.structure import has_hooks_of_user
+from shardwright.dispatch_mode import without_dispatch_modes
 from shardwright.forward_stack import Forward, Rung, rename, wrap
 from shardwright.models.model_loss import ModelLoss
 from shardwright.plan.schedule import Action
@@ -187,7 +188,8 @@ def _takes_classes(loss: nn.Module, output: Any, parts: list[TensorPart]) -> boo
 
     seen = _LossCalls(cut[0])
     try:
-        with torch.enable_grad(), on_meta(loss, guess=False):
+        # a rehearsal's modes count what a step holds and does, of which this trial is no part
+        with torch.enable_grad(), without_dispatch_modes(), on_meta(loss, guess=False):
             output = tree_map_only(Tensor, as_meta, output)
             with seen:
                 given = loss(output, _class_targets(logits))

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from shardwright.analysis.meta_values import ValueReadError
 from shardwright.comm.autograd import cut_to_whole, sum_gradient, whole_to_cut
 from shardwright.comm.axis import Axis
+from shardwright.dispatch_mode import without_dispatch_modes
 from shardwright.errors import PlanError
 from shardwright.sharding.tensor_part import ALL, TensorPart, held, tagged
 from shardwright.strategies.tensor_parallel.call_plans import (
@@ -232,7 +233,8 @@ class PartsMode(TorchFunctionMode):
         for x in flat:
             if isinstance(x, Tensor):
                 part = tagged(x)
-                made = on_meta.setdefault(id(x), like(x, x.shape if part is None else part.shape))
+                with without_dispatch_modes():  # a rehearsal's would count it as an activation
+                    made = on_meta.setdefault(id(x), like(x, x.shape if part is None else part.shape))
                 tensors.append(PartUse(made, part, x.requires_grad))
         device = next(x.device for x in flat if isinstance(x, Tensor))
         args, named = tree_unflatten([on_meta[id(x)] if isinstance(x, Tensor) else x for x in flat], spec)

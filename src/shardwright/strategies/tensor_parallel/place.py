@@ -159,6 +159,13 @@ def _allowed_callers(draft: PlanDraft) -> Iterator[tuple[str, AllowedCallers]]:
         yield draft.head, AllowedCallers.of("")
 
 
+def why_apart(path: str, apart: Mapping[str, str]) -> str:
+    """Returns why a module stays whole: the reason of the nearest module around it in ``apart``; "" if none is."""
+    parts = path.split(".")
+    around = (".".join(parts[:number]) for number in range(len(parts), 0, -1))
+    return next((apart[each] for each in around if each in apart), "")
+
+
 def _nothing_to_cut(job: Job, mode: Mode, plan: Plan, apart: Mapping[str, str]) -> GridError:
     model, unrecorded = job.model, "" if job.graph is None else job.graph.failure
     total = prod(axis.size for axis in mode.axes)
@@ -169,7 +176,7 @@ def _nothing_to_cut(job: Job, mode: Mode, plan: Plan, apart: Mapping[str, str]) 
     whole: dict[str, list[str]] = {}
     for path, role in plan.roles.items():
         if role.name == "copied":
-            whole.setdefault(apart.get(path, role.why), []).append(path)
+            whole.setdefault(why_apart(path, apart) or role.why, []).append(path)
     for why, (first, *others) in whole.items():
         kept.append(f"; '{first}' {f'and {len(others)} more are' if others else 'is'} kept whole: {why}")
     over = " ".join(f"{axis.name}={axis.size}" for axis in mode.axes)

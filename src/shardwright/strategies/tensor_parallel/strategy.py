@@ -41,7 +41,7 @@ from shardwright.strategies.tensor_parallel.on_parts import (
     traffic_on_parts,
     work_cut,
 )
-from shardwright.strategies.tensor_parallel.place import place
+from shardwright.strategies.tensor_parallel.place import place, why_apart
 from shardwright.strategies.tensor_parallel.plan_draft import own_names, record_of_own_code, recorded_run
 from shardwright.strategies.tensor_parallel.roles import GridAxis, State
 from shardwright.strategies.tensor_parallel.traffic import traffic
@@ -137,8 +137,9 @@ class TensorParallel:
         try:
             apart = self._called_apart(job, mode)
             known = place(job._replace(roles={**dict.fromkeys(apart, "copied"), **job.roles}), plan, mode, apart)
-            for path in apart.keys() & known.roles.keys() - job.roles.keys():
-                known = known.role(path, mode.name, "copied", f"{apart[path]}: every rank computes it whole")
+            for path in known.roles.keys() - job.roles.keys():
+                if why := why_apart(path, apart):
+                    known = known.role(path, mode.name, "copied", f"{why}: every rank computes it whole")
         except (LayoutError, PlanError):
             on_parts = place_on_parts(job, plan, mode, SOME)
             # a model may be mostly tables, as of positions, that no rank can share, and its work may be elsewhere
