@@ -406,3 +406,47 @@ def test_tokens_are_repeated_as_often_as_an_input_says(line, sized):
     times = 1 + torch.arange(32).view(8, 4) % 3
     verdict = verify(Stretched(sized=sized), line, [((torch.randn(8, 4, 6), times), torch.arange(8) % 3)] * 2)
     assert verdict.equal, str(verdict)
+
+
+class TopTwo(nn.Module):
+    """A layer whose code can be traced, though values decide how many rows an expert gets."""
+
+    def __init__(self, by_mask):
+        super().__init__()
+        self.by_mask, self.gate = by_mask, nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)) for _ in range(4))
+
+    def forward(self, x):
+        flat = x.view(-1, WIDTH)
+        weight, chosen = self.gate(flat).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            if self.by_mask:
+                mask = (chosen == number).any(-1)
+                out = out.masked_scatter(mask[:, None], expert(flat[mask]))
+            else:
+                rows, place = torch.where(chosen == number)
+                out = out.index_add(0, rows, expert(flat[rows]) * weight[rows, place, None])
+        return out.view_as(x)
+
+
+class TopTwoModel(nn.Module):
+    def __init__(self, by_mask):
+        super().__init__()
+        self.words, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
+        self.layers, self.head = nn.ModuleList(TopTwo(by_mask) for _ in range(2)), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = x + layer(self.norm(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("line", ["pp2/zb-v mb2", "pp2/interleaved:v2 mb2", "pp4/1f1b mb4"])
+@pytest.mark.parametrize("by_mask", [False, True])
+def test_stages_begin_where_no_rows_cross_whose_number_values_decide(line, by_mask):
+    torch.manual_seed(0)
+    batches = [(tokens := torch.randint(0, WORDS, (8, 12)), tokens) for _ in range(3)]
+    verdict = verify(TopTwoModel(by_mask), line, batches)
+    assert verdict.equal, str(verdict)

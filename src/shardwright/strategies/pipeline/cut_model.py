@@ -13,6 +13,7 @@ from torch import nn
 from shardwright.analysis.arguments import arguments_given
 from shardwright.analysis.reached import reached, unregistered_attributes
 from shardwright.analysis.same_results import difference_from_forward
+from shardwright.analysis.selected_values import crossing_selection
 from shardwright.analysis.structure import is_known, owners
 from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError, PlanError, UnknownCodeError
@@ -59,6 +60,8 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
         why = _held_elsewhere(job.model)
         if not why and job.example is not None:
             why = difference_from_forward(job.model, found.chunked, job.example)
+        if not why and (value := crossing_selection(found.chunked)):
+            why = f"values decide how many rows '{value}' has, which one stage would send to another"
         if why:
             found = None
             raise not_followed(job.model, why, has_example=job.example is not None)
