@@ -42,7 +42,10 @@ from shardwright.strategies.tensor_parallel.ready_calls import ReadyCall, has_pa
 from shardwright.strategies.tensor_parallel.vocabulary_on_parts import cross_entropy_on_parts, embedding_on_parts
 
 NUM_COPIES = 4
-"""The number of recent tensors whose summed gradient is shared, so that q, k and v layers need one all-reduce."""
+"""The number of tensors, those used last, whose summed gradient is shared: q, k and v layers need one all-reduce.
+
+So do the cross-attentions of all layers of a decoder, for what the encoder gives: a layer uses three others in between.
+"""
 
 MOST_PLANS = 20_000
 """The number of planned calls that are cached; when it is reached the cache is emptied."""
@@ -262,10 +265,13 @@ class PartsMode(TorchFunctionMode):
             return self._slice(x, change.dim, change.cut)
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
-        for before, version, made in self._copies:
+        for place, known in enumerate(self._copies):
+            before, version, made = known
             if before is x and x._version == version:
                 if not gradient_is_new and made.grad_fn is not None:
                     made.grad_fn.overwrite = False  # type: ignore[attr-defined]  # an attribute of our function
+                del self._copies[place]
+                self._copies.append(known)  # the last one used stays longest: all decoder layers read the encoder's
                 return made
         made = sum_gradient(x, self.axis, overwrite=gradient_is_new)
         self._copies.append((x, x._version, made))
