@@ -338,6 +338,20 @@ def test_code_that_torch_does_not_run_in_bf16_is_named(function):
     assert verify(Computes(lambda y: torch.fft.fft(y.float()).real.to(y.dtype)), "dp2 bf16", [BATCH], loss=LOSS).equal
 
 
+class InFloat32(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(6, 6)
+
+    def forward(self, x):
+        return self.layer(x.float()[None])[0][0].to(x.dtype)
+
+
+def test_a_recurrent_layer_whose_input_is_float32_is_named_in_bf16():
+    with pytest.raises(PlanError, match="does not run in bf16"):
+        verify(InFloat32(), "dp2 bf16", [BATCH], loss=LOSS)
+
+
 @pytest.mark.parametrize("text", ["no such thing", "expected scalar type Long but found Float"])
 def test_an_error_of_the_models_own_is_raised_as_it_is_in_bf16_too(text):
     def fails(y):

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import shardwright as sw
 from shardwright.analysis.record_forward import record_forward
-from shardwright.errors import PlanError
+from shardwright.errors import PlanError, RankFailedError
 from shardwright.models.given_loss import as_loss
 from shardwright.parallelize.loss_of_halves import difference_of_halves
 
@@ -67,6 +67,22 @@ def test_places_in_the_whole_batch_as_targets_are_refused_where_batches_are_cut(
         sw.launch(work, line, ranks="threads")
     assert "Target 2 is out of bounds" in str(failure.value)
     assert "torch.arange(len(output))" in str(failure.value)
+
+
+@pytest.mark.parametrize("line", ["dp2", "mb2"])
+def test_an_index_error_of_the_losss_own_is_raised_as_it_is(line):
+    def of_names(output, targets):
+        return functional.cross_entropy(output, targets) * [1.0][len(targets)]
+
+    model = nn.Linear(6, 8)
+
+    def work(world):
+        run = sw.parallelize(model, line, world, loss=sw.MeanLoss(of_names))
+        for batch in run.shard([(torch.ones(4, 6), torch.tensor([3, 1, 0, 2]))]):
+            run.step(batch)
+
+    with pytest.raises(RankFailedError, match="IndexError: list index out of range"):
+        sw.launch(work, line, ranks="threads")
 
 
 def ragged_batch():

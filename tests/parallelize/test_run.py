@@ -668,6 +668,36 @@ class Centered(nn.Module):
         return ((output - self.center - targets) * self.scale).square().sum(), targets.numel()
 
 
+class Caches(nn.Module):
+    """A loss that makes a mask when it is called, and its constants anew in the dtype of the outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", None)
+        self.register_buffer("scale", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, output, targets):
+        self.scale = self.scale.to(output)
+        if self.mask is None:
+            self.mask = torch.ones_like(output)
+        return ((output - targets) * self.scale * self.mask).square().sum(), targets.numel()
+
+
+@pytest.mark.parametrize(("loss", "extra"), [(Caches, None), (Centered, {"center": 1})])
+def test_buffers_that_hold_the_same_or_are_kept_by_the_user_are_not_warned_of(loss, extra, tmp_path):
+    model = nn.Linear(4, 4)
+
+    def work(world):
+        run = parallelize(model, "single", world, loss=loss())
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+        for batch in run.shard([(torch.ones(2, 4), torch.ones(2, 4))] * 2):
+            run.step(batch, update=optimizer)
+        save(tmp_path, run, optimizer, extra=extra)
+
+    with warnings.catch_warnings(action="error"):
+        launch(work, 1, ranks="threads")
+
+
 @pytest.mark.parametrize("line", ["single", "tp2", "pp2"])
 def test_buffers_that_a_loss_changes_are_warned_of_where_they_are_saved(line, tmp_path):
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))

@@ -49,6 +49,21 @@ class EachTwice(Net):
         return x
 
 
+class Shared(Net):
+    """All blocks have one activation."""
+
+    def made(self):
+        blocks = super().made()
+        for block in blocks:
+            block.act = blocks[0].act if hasattr(blocks[0], "act") else nn.Tanh()
+        return blocks
+
+    def body(self, x):
+        for block in self.blocks:
+            x = block.act(block(x))
+        return x
+
+
 class OfLists(Net):
     def made(self):
         return nn.ModuleList(nn.ModuleList([Block(), nn.Linear(16, 16)]) for _ in range(4))
@@ -136,7 +151,7 @@ class LastAlone(Net):
         return x
 
 
-ALIKE = [Net, EachTwice, OfLists]
+ALIKE = [Net, EachTwice, OfLists, Shared]
 UNLIKE = {
     FrozenFirst: "calls 'blocks.3' in another way than 'blocks.0'",
     SomeOutputs: "does something else before 'blocks.2' than before 'blocks.1'",

@@ -108,11 +108,12 @@ class Repeats(nn.Linear):
 
     def forward(self, x):
         for _ in range(self.times):
-            x = super().forward(x)
+            x = super().forward(x) * LIMIT
         return x
 
 
 LIMIT = 1
+OTHER = 1
 
 
 def test_a_file_is_that_of_the_plain_settings_of_classes_and_of_where_they_are_defined(tmp_path, monkeypatch):
@@ -121,7 +122,10 @@ def test_a_file_is_that_of_the_plain_settings_of_classes_and_of_where_they_are_d
     monkeypatch.setattr(Repeats, "times", 8)
     of_class = file_of(tmp_path, Repeats(4, 4))
     monkeypatch.setitem(globals(), "LIMIT", 2)
-    assert len({path, of_class, file_of(tmp_path, Repeats(4, 4))}) == 3
+    of_global = file_of(tmp_path, Repeats(4, 4))
+    assert len({path, of_class, of_global}) == 3
+    monkeypatch.setitem(globals(), "OTHER", 2)  # which the code of the class does not name
+    assert file_of(tmp_path, Repeats(4, 4)) == of_global
 
 
 @pytest.mark.parametrize("wrap", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal])

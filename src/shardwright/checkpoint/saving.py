@@ -110,7 +110,7 @@ def save(
         if keep != 1:  # which removes all others
             _warn_of_later(Path(folder), run.num_steps)
     if not any(index for axis, index in run.coord.items() if axis not in mesh_axes("stages")):
-        run.loss_buffers.warn_if_changed(stacklevel=2)  # of stages, those that call the loss
+        run.loss_buffers.warn_if_changed(kept=extra, stacklevel=2)  # of stages, those that call the loss
     return final
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.batch_norms import ONE_VALUE, is_frozen, iterates, sees_batch
 from shardwright.analysis.known_modules import MetaForward
@@ -66,8 +67,8 @@ def check_names(model: nn.Module, layout: Layout) -> None:
     if not any(f.size > 1 and layout_axes()[f.axis].kind in ("operators", "stages") for f in layout.factors):
         return
     for path, module in model.named_modules():
-        for name in module._modules:
-            if hasattr(type(module), name):
+        for name, child in module._modules.items():
+            if hasattr(type(module), name) and getattr(module, name, None) is not child:
                 kind = type(module).__name__
                 raise PlanError(
                     f"the module '{f'{path}.{name}'.lstrip('.')}' cannot be reached by its name",
@@ -306,7 +307,8 @@ def torch_errors_explained(plan: Plan) -> Iterator[None]:
                 allowed="microbatches of several samples, or channels of more than one pixel",
                 fix="use fewer microbatches, larger batches, or GroupNorm",
             ) from failure
-        if precision != "fp32" and not isinstance(failure, ValueError) and _DTYPES.search(text):
+        is_torchs = not isinstance(failure, ValueError) or text.startswith("RNN input dtype")
+        if precision != "fp32" and is_torchs and _DTYPES.search(text):
             raise PlanError(
                 f"the model's code does not run in {precision}",
                 given=given,
@@ -318,16 +320,16 @@ def torch_errors_explained(plan: Plan) -> Iterator[None]:
 
 
 @contextmanager
-def explained_on_parts(layout: Layout, *, meets: bool) -> Iterator[None]:
+def explained_on_parts(layout: Layout, targets: Any, *, meets: bool) -> Iterator[None]:
     """Returns a context in which errors of a loss that a part of a batch may have brought about are PlanErrors.
 
-    These are indices that are out of bounds, as of a contrastive loss whose targets are the places of samples in the
-    whole batch, and, if samples are known to meet in the loss (``meets``), all errors of torch.
+    These are indices out of bounds where ``targets`` are the places of samples in the whole batch, as those of a
+    contrastive loss, and, if samples are known to meet in the loss (``meets``), all errors of torch.
     """
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as failure:
-        if not meets and not isinstance(failure, IndexError):
+        if not meets and not (isinstance(failure, IndexError) and any(map(_are_places, tree_leaves(targets)))):
             raise
         raise PlanError(
             "the loss fails on a part of the batch",
@@ -337,6 +339,14 @@ def explained_on_parts(layout: Layout, *, meets: bool) -> Iterator[None]:
             "tp2 and pp2 without mb do, or compute them in the loss, as torch.arange(len(output)): each part of a "
             "batch is then compared in itself, which is another loss",
         ) from failure
+
+
+def _are_places(leaf: Any) -> bool:
+    """Returns whether a tensor holds the numbers of consecutive samples, which begin behind those of another part."""
+    if not isinstance(leaf, Tensor) or leaf.dim() != 1 or leaf.is_floating_point() or not len(leaf):
+        return False
+    numbers = leaf.tolist()
+    return numbers[0] > 0 and numbers == [*range(numbers[0], numbers[0] + len(numbers))]
 
 
 _DTYPES = re.compile(r"BFloat16|bfloat16|\bHalf\b|float16|same dtype|mixed dtype")

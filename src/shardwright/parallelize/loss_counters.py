@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from warnings import warn
 
+import torch
 from torch import Tensor, nn
 
 from shardwright.errors import explain
@@ -49,20 +50,22 @@ class LossBuffers:
 
     def __init__(self, loss: nn.Module) -> None:
         self._loss = loss
-        self._before = self._versions()
+        self._before = {name: (buffer, _version_of(buffer)) for name, buffer in self._buffers()}
 
-    def _versions(self) -> dict[str, tuple[Tensor, int]]:
-        names = self._loss.state_dict(keep_vars=True) if next(self._loss.buffers(), None) is not None else ()
-        buffers = {name: each for name, each in self._loss.named_buffers() if name in names}
-        return {name: (each, 0 if each.is_inference() else each._version) for name, each in buffers.items()}
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for path, module in self._loss.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{path}.{name}".lstrip("."), buffer
 
-    def warn_if_changed(self, stacklevel: int = 1) -> None:
-        """Warns that a checkpoint does not have the buffers of the loss, if a step has changed any of them."""
-        found = [
-            name
-            for name, (now, version) in self._versions().items()
-            if name not in self._before or now is not self._before[name][0] or version != self._before[name][1]
-        ]
+    def warn_if_changed(self, kept: Collection[str] = (), stacklevel: int = 1) -> None:
+        """Warns that a checkpoint does not have the buffers of the loss, if a step has changed any of them.
+
+        A buffer that the loss makes when it is first called counts as none, and so do those that the user keeps, whose
+        names, without their module's, are in ``kept``.
+        """
+        now = {name: buffer for name, buffer in self._buffers() if name.rpartition(".")[2] not in kept}
+        found = [name for name, before in self._before.items() if name in now and _differs(now[name], *before)]
         if found:
             warn(
                 explain(
@@ -74,3 +77,14 @@ class LossBuffers:
                 ),
                 stacklevel=stacklevel + 1,
             )
+
+
+def _version_of(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version
+
+
+def _differs(now: Tensor, before: Tensor, version: int) -> bool:
+    """Returns whether a buffer was written to, or replaced by another one of other values."""
+    if now is before or _version_of(before) != version:
+        return _version_of(before) != version
+    return now.shape != before.shape or not torch.equal(now.detach().to(before), before)

@@ -173,7 +173,7 @@ class TrainStep:
             if not self._meets and not self._has_marks:
                 warn_of_halves(self.loss, output, targets, stacklevel=2)
         if self._is_of_parts:
-            with explained_on_parts(self.plan.layout, meets=self._meets):
+            with explained_on_parts(self.plan.layout, targets, meets=self._meets):
                 return self._watched_loss(output, targets)
         return self._watched_loss(output, targets)
 

@@ -6,6 +6,7 @@ on fewer tokens, some with a layer of their own behind them. And code that index
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -54,12 +55,15 @@ class _FunctionLog(TorchFunctionMode):
         self.calls: list[tuple[int | None, _FunctionCall]] = []
         self._inside: list[int] = []
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for number, name in enumerate(blocks):
-            block = model.get_submodule(name)
-            self._names |= {id(parameter): f"(block).{own}" for own, parameter in block.named_parameters()}
-            for module in block.modules():
-                module.register_forward_pre_hook(self._entering(number))
-                module.register_forward_hook(self._leave, always_call=True)
+        own = [[*model.get_submodule(name).modules()] for name in blocks]
+        times = Counter(chain.from_iterable(own))
+        for number, (name, modules) in enumerate(zip(blocks, own, strict=True)):
+            parameters = model.get_submodule(name).named_parameters()
+            self._names |= {id(parameter): f"(block).{inner}" for inner, parameter in parameters}
+            for module in modules:
+                if times[module] == 1:  # one that blocks share, as a rotary table, is of the block that calls it
+                    module.register_forward_pre_hook(self._entering(number))
+                    module.register_forward_hook(self._leave, always_call=True)
 
     def _entering(self, number: int) -> Callable[..., None]:
         return lambda *_: self._inside.append(number)

@@ -13,12 +13,13 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -175,21 +176,30 @@ def _code_of(roots: list[nn.Module]) -> bytes:
 
 
 def _settings_of(kinds: set[type]) -> list[str]:
-    """Returns the plain values that the classes of modules have, and those that are global where they are defined.
+    """Returns the plain values that the classes of modules have, and those of global variables that their code names.
 
     A function that builds a model may set such a value, which no file shows. Torch's own are left out.
     """
-    own = {kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "shardwright")}
-    places: list[tuple[str, Mapping[str, Any]]] = [
-        (f"{each.__module__}.{each.__qualname__}", vars(each)) for each in own
-    ]
-    places += [(name, vars(sys.modules[name])) for name in {each.__module__ for each in own}]
-    return sorted(
-        f"{place}.{name}={value!r}"
-        for place, values in places
-        for name, value in values.items()
-        if type(value) in _PLAIN and not name.startswith("__")
-    )
+    found = set[str]()
+    for kind in kinds:
+        if kind.__module__.partition(".")[0] in ("torch", "shardwright"):
+            continue
+        own = {f"{kind.__qualname__}.{name}": value for name, value in vars(kind).items() if not name.startswith("__")}
+        around = vars(sys.modules[kind.__module__])
+        own |= {name: around[name] for name in _names_in(own.values()) & around.keys()}
+        found |= {f"{kind.__module__}.{name}={value!r}" for name, value in own.items() if type(value) in _PLAIN}
+    return sorted(found)
+
+
+def _names_in(values: Iterable[Any]) -> set[str]:
+    """Returns the names that the code of functions reads, and that of functions inside of them."""
+    found, left = set[str](), [getattr(getattr(each, "__func__", each), "__code__", None) for each in values]
+    while left:
+        code = left.pop()
+        if isinstance(code, CodeType):
+            found.update(code.co_names)
+            left.extend(code.co_consts)
+    return found
 
 
 def _loaded() -> set[tuple[str, str]]:
