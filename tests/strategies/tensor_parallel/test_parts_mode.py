@@ -14,7 +14,7 @@ from shardwright.comm.launch import run_on_threads
 from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
-from shardwright.models import CrossEntropy
+from shardwright.models import CrossEntropy, MeanSquaredError
 from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.sharding.tensor_part import ALL, part_of, tag, tagged
 from shardwright.strategies.tensor_parallel.call_plans import Slot
@@ -393,3 +393,42 @@ def test_a_weight_that_is_gathered_for_its_use_is_a_parameter_to_code(line):
     batch = torch.randn(4, 8), torch.randn(4, 8)
     verdict = verify(model, line, [batch], loss=nn.MSELoss())
     assert verdict.equal, str(verdict)
+
+
+class Decoder(nn.Module):
+    """Layers that each read what an encoder gives twice, and three values of their own in between."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {name: nn.Linear(8, 16) for name in ("q", "k", "v", "first", "second")} | {"out": nn.Linear(16, 8)}
+            )
+            for _ in range(number)
+        )
+
+    def forward(self, x):
+        given = torch.tanh(self.encoder(x))
+        for layer in self.layers:
+            if x.shape[0] > 0:  # not followed by a trace
+                x = x + layer["out"](torch.tanh(layer["first"](torch.tanh(x))))
+            y = layer["q"](torch.sin(x)) * torch.sigmoid(layer["k"](given)) + layer["v"](given)
+            x = x + layer["out"](torch.tanh(y) + torch.tanh(layer["second"](torch.cos(x))))
+        return x
+
+
+def test_what_all_layers_read_of_an_encoder_is_summed_once_in_a_backward():
+    sums = []
+    for number in (1, 2, 4):
+        model, batch = Decoder(number), (torch.randn(4, 8), torch.randn(4, 8))
+
+        def work(world, model=model, batch=batch):
+            run = parallelize(model, "tp2", world, loss=MeanSquaredError(), example=batch[0])
+            with world.recorder.recording() as records:
+                run.step(next(iter(run.shard([batch]))))
+            return sum(each.kind == "all_reduce" and each.source == "tensor_1d" for each in records)
+
+        (found, _) = launch(work, 2, ranks="threads")
+        sums.append(found)
+    assert sums[2] - sums[1] == 2 * (sums[1] - sums[0])
