@@ -64,6 +64,27 @@ class Shared(Net):
         return x
 
 
+class Rotates(nn.Module):
+    """Makes a table when it is first called."""
+
+    table = None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.arange(16.0).cos().to(x)
+        return x * self.table
+
+
+class Table(Shared):
+    """All blocks share a module with a table, which is made in the first of them."""
+
+    def made(self):
+        blocks, table = super().made(), Rotates()
+        for block in blocks:
+            block.act = table
+        return blocks
+
+
 class OfLists(Net):
     def made(self):
         return nn.ModuleList(nn.ModuleList([Block(), nn.Linear(16, 16)]) for _ in range(4))
@@ -151,7 +172,7 @@ class LastAlone(Net):
         return x
 
 
-ALIKE = [Net, EachTwice, OfLists, Shared]
+ALIKE = [Net, EachTwice, OfLists, Shared, Table]
 UNLIKE = {
     FrozenFirst: "calls 'blocks.3' in another way than 'blocks.0'",
     SomeOutputs: "does something else before 'blocks.2' than before 'blocks.1'",
@@ -181,7 +202,7 @@ def test_a_price_is_that_of_a_rehearsal_of_all_blocks(kind, line, monkeypatch):
     price = plan_layouts(model, "a100-80gb:1x2", BATCH, layout=line).best
     monkeypatch.setattr("shardwright.planner.outline.alike_blocks", lambda model: None)
     whole = plan_layouts(model, "a100-80gb:1x2", BATCH, layout=line).best
-    begins_inside = kind is OfLists and line.startswith("pp")
+    begins_inside = kind in (OfLists, Table) and line.startswith("pp")
     assert bool(price.records.note) is (kind in UNLIKE or begins_inside)
     assert price.traffic_by_axis == whole.traffic_by_axis
     assert [each.by_kind for each in price.memory] == [each.by_kind for each in whole.memory]

@@ -99,7 +99,8 @@ def unlike_in_run(model: nn.Module, blocks: AlikeBlocks, inputs: Any) -> str:
     """Returns why a few of a model's blocks cannot stand for all in its forward on ``inputs``, or "".
 
     The forward of a copy without values runs on the meta device, with all blocks and with two. If it does not run there
-    with all of them, nothing is known, and "" is returned.
+    with all of them, nothing is known, and "" is returned. Where blocks differ, a second forward is looked at: the
+    first may have made tables that later calls find.
 
     >>> class Frozen(nn.Sequential):
     ...     def forward(self, x):
@@ -111,9 +112,13 @@ def unlike_in_run(model: nn.Module, blocks: AlikeBlocks, inputs: Any) -> str:
     >>> unlike_in_run(model, AlikeBlocks("", 0, 4), torch.ones(1, 2))
     "the forward calls '2' in another way than '0'"
     """
+    return _unlike(model, blocks, inputs, 1) and _unlike(model, blocks, inputs, 2)
+
+
+def _unlike(model: nn.Module, blocks: AlikeBlocks, inputs: Any, times: int) -> str:
     names = blocks.names
     with suppress(Exception):  # of the user's code
-        found, after = _logged(without_storage(model), names, inputs).runs()
+        found, after = _logged(without_storage(model), names, inputs, times).runs()
         if [run.block for run in found] != [*range(len(names))]:
             return "the forward does not call the alike blocks once each, one after the other"
         first, *others = found
@@ -124,7 +129,7 @@ def unlike_in_run(model: nn.Module, blocks: AlikeBlocks, inputs: Any) -> str:
                 return f"the forward does something else before '{names[run.block]}' than before '{names[1]}'"
         if len(names) <= FEW:
             return ""
-        few = _logged_or_none(blocks.shortened(model, FEW), names[:FEW], inputs)
+        few = _logged_or_none(blocks.shortened(model, FEW), names[:FEW], inputs, times)
         if few is None:
             return "the forward does not run with fewer of the alike blocks"
         kept = found[:FEW]
@@ -140,14 +145,17 @@ def _functions_outside(runs: Sequence[_BlockRun], after: Sequence[_FunctionCall]
     return [each.function for each in chain(*(run.between for run in runs), after)]
 
 
-def _logged(model: nn.Module, names: Sequence[str], inputs: Any) -> _FunctionLog:
+def _logged(model: nn.Module, names: Sequence[str], inputs: Any, times: int) -> _FunctionLog:
+    """Returns what the last of so many forwards calls."""
     log = _FunctionLog(model, names)
-    with ignoring_batch_statistics(model), on_meta(model, values=False), torch.enable_grad(), log:
-        call_model(model, inputs)
+    for _ in range(times):
+        log.calls.clear()
+        with ignoring_batch_statistics(model), on_meta(model, values=False), torch.enable_grad(), log:
+            call_model(model, inputs)
     return log
 
 
-def _logged_or_none(model: nn.Module, names: Sequence[str], inputs: Any) -> _FunctionLog | None:
+def _logged_or_none(model: nn.Module, names: Sequence[str], inputs: Any, times: int) -> _FunctionLog | None:
     with suppress(Exception):
-        return _logged(model, names, inputs)
+        return _logged(model, names, inputs, times)
     return None
