@@ -130,6 +130,25 @@ class OwnNorms(Net):
         return x
 
 
+class LastOnes(Net):
+    def body(self, x):
+        kept = []
+        for block in self.blocks:
+            x = block(x)
+            kept.append(x)
+        return torch.cat(kept[-3:], 1)
+
+
+class FirstAgain(Net):
+    """Each block takes what the first one takes, as in nanochat: stages send it on."""
+
+    def body(self, x):
+        first = x
+        for block in self.blocks:
+            x = block(x + first)
+        return x
+
+
 class Pooled(Net):
     def body(self, x):
         for block in self.blocks:
@@ -172,7 +191,7 @@ class LastAlone(Net):
         return x
 
 
-ALIKE = [Net, EachTwice, OfLists, Shared, Table]
+ALIKE = [Net, EachTwice, OfLists, Shared, Table, FirstAgain]
 UNLIKE = {
     FrozenFirst: "calls 'blocks.3' in another way than 'blocks.0'",
     SomeOutputs: "does something else before 'blocks.2' than before 'blocks.1'",
@@ -183,6 +202,7 @@ UNLIKE = {
     Skips: "does something else before 'blocks.3' than before 'blocks.1'",
     ByIndex: "does not run with fewer of the alike blocks",
     LastAlone: "does something else with fewer of the alike blocks",
+    LastOnes: "does something else with fewer of the alike blocks",
 }
 BATCH = torch.randn(8, 12, 16), torch.randint(10, (8,))
 
@@ -202,8 +222,8 @@ def test_a_price_is_that_of_a_rehearsal_of_all_blocks(kind, line, monkeypatch):
     price = plan_layouts(model, "a100-80gb:1x2", BATCH, layout=line).best
     monkeypatch.setattr("shardwright.planner.outline.alike_blocks", lambda model: None)
     whole = plan_layouts(model, "a100-80gb:1x2", BATCH, layout=line).best
-    begins_inside = kind in (OfLists, Table) and line.startswith("pp")
-    assert bool(price.records.note) is (kind in UNLIKE or begins_inside)
+    stages_differ = kind in (OfLists, Table, FirstAgain) and line.startswith("pp")
+    assert bool(price.records.note) is (kind in UNLIKE or stages_differ)
     assert price.traffic_by_axis == whole.traffic_by_axis
     assert [each.by_kind for each in price.memory] == [each.by_kind for each in whole.memory]
     assert price.step_s == pytest.approx(whole.step_s, rel=1e-9)

@@ -324,12 +324,16 @@ def explained_on_parts(layout: Layout, targets: Any, *, meets: bool) -> Iterator
     """Returns a context in which errors of a loss that a part of a batch may have brought about are PlanErrors.
 
     These are indices out of bounds where ``targets`` are the places of samples in the whole batch, as those of a
-    contrastive loss, and, if samples are known to meet in the loss (``meets``), all errors of torch.
+    contrastive loss, and, if samples are known to meet in the loss (``meets``), all errors about sizes.
     """
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as failure:
-        if not meets and not (isinstance(failure, IndexError) and any(map(_are_places, tree_leaves(targets)))):
+        if meets:
+            is_of_part = bool(_SIZES.search(first_line(failure)))
+        else:
+            is_of_part = isinstance(failure, IndexError) and any(map(_are_places, tree_leaves(targets)))
+        if not is_of_part:
             raise
         raise PlanError(
             "the loss fails on a part of the batch",
@@ -339,6 +343,10 @@ def explained_on_parts(layout: Layout, targets: Any, *, meets: bool) -> Iterator
             "tp2 and pp2 without mb do, or compute them in the loss, as torch.arange(len(output)): each part of a "
             "batch is then compared in itself, which is another loss",
         ) from failure
+
+
+_SIZES = re.compile(r"\bsizes?\b|batch_size|shape|dimension|out of (bounds|range)")
+"""What errors of torch say about tensors that do not fit each other."""
 
 
 def _are_places(leaf: Any) -> bool:

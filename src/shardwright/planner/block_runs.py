@@ -140,9 +140,9 @@ def _unlike(model: nn.Module, blocks: AlikeBlocks, inputs: Any, times: int) -> s
     return ""
 
 
-def _functions_outside(runs: Sequence[_BlockRun], after: Sequence[_FunctionCall]) -> list[str]:
-    """Returns the names of the functions that are called before, between and after the blocks."""
-    return [each.function for each in chain(*(run.between for run in runs), after)]
+def _functions_outside(runs: Sequence[_BlockRun], after: Sequence[_FunctionCall]) -> list[tuple[str, int]]:
+    """Returns the functions that are called before, between and after the blocks, each with its number of tensors."""
+    return [(each.function, len(each.shapes)) for each in chain(*(run.between for run in runs), after)]
 
 
 def _logged(model: nn.Module, names: Sequence[str], inputs: Any, times: int) -> _FunctionLog:

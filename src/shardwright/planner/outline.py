@@ -42,6 +42,8 @@ class StageBlocks(NamedTuple):
     chunks: Chunks = ()
     unlike: str = ""
     cuts: BlockCuts = ()
+    crossing: frozenset[int] = frozenset()
+    """The numbers of values that stages send to the next ones."""
 
     def chunks_alike(self) -> Chunks:
         """Returns, for each chunk, its number of repeated blocks and its calls of other modules.
@@ -119,7 +121,8 @@ class ModelPlans:
         try:
             chunks = self._chunks(job, plan, schedule)
             assert self.blocks is not None, "there are chunks of alike blocks"
-            found = StageBlocks(plan.layout, schedule, chunks, cuts=cuts_of(self.blocks, plan))
+            cuts = cuts_of(self.blocks, plan)
+            found = StageBlocks(plan.layout, schedule, chunks, cuts=cuts, crossing=crossing_of(plan))
         except NotAlikeError as different:
             found = StageBlocks(plan.layout, schedule, unlike=str(different))
         if plan.layout == layout:  # otherwise sizes or options were chosen for this very layout
@@ -134,6 +137,8 @@ class ModelPlans:
         _check_alike_in_plan(self.blocks, plan)
         if plan.stages is None:
             return [(self.blocks.number, ())]
+        if any(edge.target - edge.source > 1 for edge in plan.stages.chunked.edges):
+            raise NotAlikeError("a stage takes what another than the one before it makes")
         found = []
         for chunk in range(schedule.num_chunks):
             count = counts_of(self.blocks, plan.stages.chunked.calls_of(chunk))
@@ -169,6 +174,12 @@ def cuts_of(blocks: AlikeBlocks, plan: Plan) -> BlockCuts:
     if len(found) > 1:
         raise NotAlikeError("the layout cuts alike blocks in several ways")
     return next(iter(found))
+
+
+def crossing_of(plan: Plan) -> frozenset[int]:
+    """Returns the numbers of values that pipeline stages send to the next ones; none without stages."""
+    edges = () if plan.stages is None else plan.stages.chunked.edges
+    return frozenset(len(edge.values) for edge in edges)
 
 
 def check_param_groups(blocks: AlikeBlocks, plan: Plan) -> None:

@@ -31,7 +31,15 @@ from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Schedule, accumulate
 from shardwright.planner.blocks import AlikeBlocks
 from shardwright.planner.layout_records import ActionShape, Held, LayoutRecords, StageRecord, StageRecords
-from shardwright.planner.outline import Chunks, ModelPlans, NotAlikeError, StageBlocks, check_param_groups, cuts_of
+from shardwright.planner.outline import (
+    Chunks,
+    ModelPlans,
+    NotAlikeError,
+    StageBlocks,
+    check_param_groups,
+    crossing_of,
+    cuts_of,
+)
 from shardwright.planner.places import (
     ActionClass,
     action_orders,
@@ -252,6 +260,8 @@ def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> L
         found = _planned_few(shape, chunks, model_plans, WHERE_RECOMPUTED)
     if not _are_cut(found, outline, model_plans):
         raise NotAlikeError("few blocks are cut in another way than all")
+    if any(crossing_of(planned.plan.plan) != outline.crossing for planned, _ in found):
+        raise NotAlikeError("stages of few blocks send another number of values than those of all")
     fewer, more = _both_records(shape, found)
     # blocks that begin the model are compared as they are, recomputed or not: of either, the first one differs
     begin = _begin_the_model(shape.job.model, model_plans.blocks)

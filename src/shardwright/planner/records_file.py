@@ -38,7 +38,7 @@ _OURS = Path(__file__).parents[1]
 _BEGAN_NS = time.time_ns()
 """When this module was loaded: of a file that was changed later, Python may have loaded the text from before."""
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 _FileState = tuple[str, int, int]
 
@@ -187,8 +187,14 @@ def _settings_of(kinds: set[type]) -> list[str]:
         own = {f"{kind.__qualname__}.{name}": value for name, value in vars(kind).items() if not name.startswith("__")}
         around = vars(sys.modules[kind.__module__])
         own |= {name: around[name] for name in _names_in(own.values()) & around.keys()}
-        found |= {f"{kind.__module__}.{name}={value!r}" for name, value in own.items() if type(value) in _PLAIN}
+        found |= {f"{kind.__module__}.{name}={value!r}" for name, value in own.items() if _is_plain(value)}
     return sorted(found)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple, dict):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return type(value) in _PLAIN
 
 
 def _names_in(values: Iterable[Any]) -> set[str]:

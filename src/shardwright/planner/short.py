@@ -222,5 +222,10 @@ class ShortModel:
 
 def _changed_buffer(recording: Recording) -> str:
     """Returns the name of a buffer that a forward updates at every call, as one that counts calls; "" if none is."""
-    updates = (call for call in recording.calls if call.name in _UPDATES)
-    return next((use.name for call in updates for use in call.written if use.kind == "buffer"), "")
+    set_anew = set[str]()
+    for call in recording.calls:
+        for use in (each for each in call.written if each.kind == "buffer"):
+            if call.name in _UPDATES and use.name not in set_anew:
+                return use.name
+            set_anew.add(use.name)
+    return ""
