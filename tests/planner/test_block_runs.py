@@ -85,6 +85,28 @@ class Table(Shared):
         return blocks
 
 
+class Adds(Net):
+    """A sum that begins with 0, as auxiliary losses of mixtures do."""
+
+    def body(self, x):
+        extra = 0
+        for block in self.blocks:
+            x = block(x)
+            extra = extra + block.norm.weight.square().mean()
+        return x * extra
+
+
+class Totals(Net):
+    """A sum of all outputs, which stages send on beside their own."""
+
+    def body(self, x):
+        total = 0
+        for block in self.blocks:
+            x = block(x)
+            total = total + x
+        return total
+
+
 class OfLists(Net):
     def made(self):
         return nn.ModuleList(nn.ModuleList([Block(), nn.Linear(16, 16)]) for _ in range(4))
@@ -191,7 +213,7 @@ class LastAlone(Net):
         return x
 
 
-ALIKE = [Net, EachTwice, OfLists, Shared, Table, FirstAgain]
+ALIKE = [Net, EachTwice, OfLists, Shared, Table, FirstAgain, Adds]
 UNLIKE = {
     FrozenFirst: "calls 'blocks.3' in another way than 'blocks.0'",
     SomeOutputs: "does something else before 'blocks.2' than before 'blocks.1'",
@@ -201,6 +223,7 @@ UNLIKE = {
     Twice: "does not call the alike blocks once each, one after the other",
     Skips: "does something else before 'blocks.3' than before 'blocks.1'",
     ByIndex: "does not run with fewer of the alike blocks",
+    Totals: "does something else before 'blocks.2' than before 'blocks.1'",
     LastAlone: "does something else with fewer of the alike blocks",
     LastOnes: "does something else with fewer of the alike blocks",
 }

@@ -106,6 +106,13 @@ class Pairs(nn.Module):
         return self.second(torch.relu(self.first(x).view(-1, 2, 24).flip(1).reshape(-1, 24)))
 
 
+class Threes(Pairs):
+    least = 3
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x).view(-1, 3, 24).flip(1).reshape(-1, 24)))
+
+
 class AtLeastFour(nn.Module):
     least = 4
 
@@ -121,13 +128,14 @@ class AtLeastFour(nn.Module):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", [Pairs, AtLeastFour])
+@pytest.mark.parametrize("kind", [Pairs, Threes, AtLeastFour])
 def test_a_search_for_a_model_that_takes_some_numbers_of_samples_alone_finds_layouts_that_it_takes(kind):
-    batch = torch.randn(8, 12), torch.randint(10, (8,))
+    number = 12 if kind is Threes else 8
+    batch = torch.randn(number, 12), torch.randint(10, (number,))
     with warnings.catch_warnings(action="ignore"):  # that samples meet
         plans = sw.plan_layouts(kind(), "h100-80gb:1x2", batch)
     assert plans.layouts
-    assert all(8 // num_shares(price.layout) >= kind.least for price in plans.layouts)
+    assert all(number // num_shares(price.layout) >= kind.least for price in plans.layouts)
 
 
 class Counts(nn.Module):

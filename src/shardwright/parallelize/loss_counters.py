@@ -72,8 +72,8 @@ class LossBuffers:
                     "a checkpoint does not keep what a loss changes",
                     given=f"{type(self._loss).__name__}, whose buffers {', '.join(found)} were changed by its calls",
                     allowed="losses that start with the same values when a run resumes",
-                    fix="make them buffers of the model, which returns them with its output, or save them yourself, as "
-                    "in sw.save(folder, run, optimizer, extra={...})",
+                    fix="make them buffers of the model, which returns them with its output, or save those of run.loss "
+                    f"yourself, as in sw.save(..., extra={{'{found[0].rpartition('.')[2]}': ...tolist()}})",
                 ),
                 stacklevel=stacklevel + 1,
             )

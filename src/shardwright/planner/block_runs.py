@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -22,6 +21,8 @@ from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import tensors_of
 from shardwright.parallelize.planning import without_storage
 from shardwright.planner.blocks import AlikeBlocks
+
+_SUMS = frozenset(("add", "radd", "iadd"))
 
 FEW = 2
 """The number of blocks with which a forward is tried beside all of them."""
@@ -75,8 +76,10 @@ class _FunctionLog(TorchFunctionMode):
         given = tensors_of((args, kwargs))
         if given:
             names = tuple(self._names[id(each)] for each in given if id(each) in self._names)
-            shapes = tuple(each.shape for each in given)
-            call = _FunctionCall(getattr(func, "__qualname__", ""), shapes, torch.is_grad_enabled(), names)
+            name, shapes = getattr(func, "__qualname__", ""), tuple(each.shape for each in given)
+            if name.rpartition(".")[2].strip("_") in _SUMS:  # a sum of numbers that begins with 0, which is no tensor
+                name, shapes = "add", tuple(filter(None, shapes))
+            call = _FunctionCall(name, shapes, torch.is_grad_enabled(), names)
             self.calls.append((self._inside[-1] if self._inside else None, call))
         return func(*args, **(kwargs or {}))
 
@@ -116,27 +119,28 @@ def unlike_in_run(model: nn.Module, blocks: AlikeBlocks, inputs: Any) -> str:
 
 
 def _unlike(model: nn.Module, blocks: AlikeBlocks, inputs: Any, times: int) -> str:
-    names = blocks.names
-    with suppress(Exception):  # of the user's code
-        found, after = _logged(without_storage(model), names, inputs, times).runs()
-        if [run.block for run in found] != [*range(len(names))]:
-            return "the forward does not call the alike blocks once each, one after the other"
-        first, *others = found
-        for run in others:
-            if run.calls != first.calls:
-                return f"the forward calls '{names[run.block]}' in another way than '{names[0]}'"
-            if run.between != others[0].between:
-                return f"the forward does something else before '{names[run.block]}' than before '{names[1]}'"
-        if len(names) <= FEW:
-            return ""
-        few = _logged_or_none(blocks.shortened(model, FEW), names[:FEW], inputs, times)
-        if few is None:
-            return "the forward does not run with fewer of the alike blocks"
-        kept = found[:FEW]
-        short, short_after = few.runs()
-        same_blocks = [run.calls for run in short] == [run.calls for run in kept]
-        if not same_blocks or _functions_outside(short, short_after) != _functions_outside(kept, after):
-            return "the forward does something else with fewer of the alike blocks"
+    names, log = blocks.names, _logged(without_storage(model), blocks.names, inputs, times)
+    if log is None:
+        return ""
+    found, after = log.runs()
+    if [run.block for run in found] != [*range(len(names))]:
+        return "the forward does not call the alike blocks once each, one after the other"
+    first, *others = found
+    for run in others:
+        if run.calls != first.calls:
+            return f"the forward calls '{names[run.block]}' in another way than '{names[0]}'"
+        if run.between != others[0].between:
+            return f"the forward does something else before '{names[run.block]}' than before '{names[1]}'"
+    if len(names) <= FEW:
+        return ""
+    few = _logged(blocks.shortened(model, FEW), names[:FEW], inputs, times)
+    if few is None:
+        return "the forward does not run with fewer of the alike blocks"
+    kept = found[:FEW]
+    short, short_after = few.runs()
+    same_blocks = [run.calls for run in short] == [run.calls for run in kept]
+    if not same_blocks or _functions_outside(short, short_after) != _functions_outside(kept, after):
+        return "the forward does something else with fewer of the alike blocks"
     return ""
 
 
@@ -145,17 +149,14 @@ def _functions_outside(runs: Sequence[_BlockRun], after: Sequence[_FunctionCall]
     return [(each.function, len(each.shapes)) for each in chain(*(run.between for run in runs), after)]
 
 
-def _logged(model: nn.Module, names: Sequence[str], inputs: Any, times: int) -> _FunctionLog:
-    """Returns what the last of so many forwards calls."""
+def _logged(model: nn.Module, names: Sequence[str], inputs: Any, times: int) -> _FunctionLog | None:
+    """Returns what the last of so many forwards calls, or None if the user's code does not run on the meta device."""
     log = _FunctionLog(model, names)
     for _ in range(times):
         log.calls.clear()
-        with ignoring_batch_statistics(model), on_meta(model, values=False), torch.enable_grad(), log:
-            call_model(model, inputs)
+        try:
+            with ignoring_batch_statistics(model), on_meta(model, values=False), torch.enable_grad(), log:
+                call_model(model, inputs)
+        except Exception:  # of the user's code
+            return None
     return log
-
-
-def _logged_or_none(model: nn.Module, names: Sequence[str], inputs: Any, times: int) -> _FunctionLog | None:
-    with suppress(Exception):
-        return _logged(model, names, inputs, times)
-    return None

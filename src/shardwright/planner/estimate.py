@@ -100,6 +100,7 @@ class Estimator:
         ends: returns the shares of what is in no block that the first and the last of two stages hold, on an axis.
         refuses_microbatches: why the model can have no ``mb`` without ``own-statistics``; "" if it can.
         kept: what was found of the model before, and what is to be kept for later searches.
+        fewest: the fewest samples that the model's code takes, and of which it takes multiples.
     """
 
     pricing: Pricing
@@ -114,6 +115,7 @@ class Estimator:
     kept: RecordsFile = field(default_factory=RecordsFile)
     ends: Callable[[str], tuple[float, float]] = lambda _: (1.0, 1.0)
     refuses_microbatches: str = ""
+    fewest: int = 1
     _estimates: dict[Layout, Estimate | None] = field(default_factory=dict)
     _alone: dict[tuple[Layout, int], OperatorsAlone | None] = field(default_factory=dict)
     _cuts: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
@@ -281,7 +283,7 @@ class Estimator:
             return 0.0, 0.0, 0.0
         key = tuple(Factor(f.axis, FEW_RANKS[-1:], f.options) for f in factors)
         if key not in self._copies:
-            own, plain = self._read(key, None, FEW_SAMPLES[0]), self._read((), None, FEW_SAMPLES[0])
+            own, plain = self._read(key, None, self.fewest), self._read((), None, self.fewest)
             self._copies[key], few = (0.0, 0.0, 0.0, 1.0), self._share(key[0])
             if own is not None and plain is not None and few is not None:
                 times = own.times, plain.times
@@ -399,7 +401,7 @@ class Estimator:
         if key not in self._of_passes:
             is_large = samples > MOST_EXTRAPOLATED and bool(self.refuses_microbatches)
             is_exact = is_large or any(each.options for each in operators)
-            sizes: tuple[int, ...] = (samples,) if is_exact else FEW_SAMPLES
+            sizes: tuple[int, ...] = (samples,) if is_exact else tuple(each * self.fewest for each in FEW_SAMPLES)
             few, *more = (self._read(operators, None, each) for each in sizes if each <= max(self.batch, sizes[0]))
             if few is None:  # the model may not take so few samples
                 few, sizes, more = (more or [few])[0], sizes[len(more) :], []

@@ -70,6 +70,7 @@ def search(
             short.kept,
             short.ends,
             short.refuses_microbatches,
+            short.fewest,
         )
         if short is not None
         else ()

@@ -41,7 +41,7 @@ NUM_BLOCKS = FEWER_AND_MORE[-1] + 1
 """The number of blocks that a short model has: the least of which a rehearsal can be made with fewer."""
 
 
-FEW_SAMPLES = (1, 2, 4, 8)
+TRIED_SAMPLES = (1, 2, 3, 4, 6, 8)
 """The numbers of samples that are tried of a model's code, which may not take one alone."""
 
 _UPDATES = frozenset(("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_"))
@@ -106,8 +106,8 @@ class ShortModel:
         model = without_storage(self._short)
         block = model.get_submodule(self.blocks.names[1])
         block.register_forward_pre_hook(lambda _, args: sizes.append(sum(each.nbytes for each in tensors_of(args))))
-        self._runs(model, self._fewest)
-        return sizes[0] // self._fewest if sizes else 0
+        self._runs(model, self.fewest)
+        return sizes[0] // self.fewest if sizes else 0
 
     def _runs(self, model: nn.Module, samples: int) -> bool:
         """Runs a forward on the meta device; returns whether the model's code takes so many samples."""
@@ -119,12 +119,12 @@ class ShortModel:
         return True
 
     @cached_property
-    def _fewest(self) -> int:
-        """The fewest samples of 1, 2, 4 and 8 that the model's code takes; 1 if it takes none of these there."""
-        model = without_storage(self._short)
+    def fewest(self) -> int:
+        """The fewest samples that the model's code takes, of a few numbers that are tried; 1 if it takes none."""
 
         def found() -> int:
-            return next((each for each in FEW_SAMPLES if self._runs(model, each)), 1)
+            tried = (each for each in TRIED_SAMPLES if self._runs(without_storage(self._short), each))
+            return next(tried, 1)
 
         return self.kept.find("fewest", found)
 
@@ -163,7 +163,7 @@ class ShortModel:
         layout = Layout((), 2)
         try:
             self.plan(layout)
-            graph = self._job(self._short, layout, first_rows(self.batch, 2 * self._fewest)).graph
+            graph = self._job(self._short, layout, first_rows(self.batch, 2 * self.fewest)).graph
             changed = "" if graph is None or graph.failure else _changed_buffer(graph.run.recording)
             if changed:
                 return f"'{changed}' changes with every call, and 'mb' makes several calls a step"
@@ -180,7 +180,7 @@ class ShortModel:
 
         Raises: LayoutError, PlanError: the short model cannot have the layout.
         """
-        rows = first_rows(self.batch, layout.num_ranks * self._fewest)
+        rows = first_rows(self.batch, layout.num_ranks * self.fewest)
         return make_plan(self._job(self._short, layout, rows), layout)[0]
 
     def summed_bytes(self, layout: Layout) -> int:
@@ -189,7 +189,7 @@ class ShortModel:
         The bytes are those of rank 0, as strategies state them. Under a layout of model copies they are the sums of
         gradients.
         """
-        rows = first_rows(self.batch, num_shares(layout) * self._fewest)
+        rows = first_rows(self.batch, num_shares(layout) * self.fewest)
         job = self._job(self._short, layout, rows)
         plan, strategies = make_plan(job, layout)
         stated = StepTraffic(job, plan, strategies, rows[0]).at(dict.fromkeys(plan.mesh.axes, 0))
