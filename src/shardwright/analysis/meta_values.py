@@ -40,6 +40,7 @@ _SELECTING = frozenset(["nonzero", "masked_select", "index"])
 _UNKNOWN_SIZE = frozenset(["nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim"])
 _CHOOSING = {"topk": -1, "sort": -1, "multinomial": -1, "argmax": None, "argmin": None, "max": None, "min": None}
 """The operators whose results have indices of elements that they choose along a dim, and the dim if none is given."""
+
 TO_NUMBERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 """The functions that give the values of a tensor to Python or NumPy."""
 

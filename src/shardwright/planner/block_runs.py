@@ -23,6 +23,7 @@ from shardwright.parallelize.planning import without_storage
 from shardwright.planner.blocks import AlikeBlocks
 
 _SUMS = frozenset(("add", "radd", "iadd"))
+"""The names of the functions that add two tensors, or a number and a tensor, without their underscores."""
 
 FEW = 2
 """The number of blocks with which a forward is tried beside all of them."""
