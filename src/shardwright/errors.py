@@ -67,6 +67,10 @@ class PlanError(ExplainedError, ValueError):
     """Raised if a run is impossible for a reason other than its layout, such as its model, loss or device."""
 
 
+class ShardError(PlanError):
+    """Raised if code asks for the whole of a model or a parameter of which this rank holds a shard, or nothing."""
+
+
 class NoValuesError(PlanError):
     """Raised if a model's constructor needs values of tensors that ``without_values`` keeps on the meta device.
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright.analysis.structure import BATCH_NORMS, kind_of
 
 ONE_VALUE = "more than 1 value per channel"
-"""What torch says where a BatchNorm has one value for each channel, as of one sample of features."""
+"""Words of torch's error for a BatchNorm in training that gets one value per channel, as from a batch of one vector."""
 
 
 def iterates(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType
+from types import BuiltinMethodType, CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ from shardwright.analysis.reached import (
     DICTS,
     REGISTERED,
     attributes,
+    code_objects,
     globals_read,
     is_leaf,
     outside_registration,
@@ -349,11 +350,7 @@ def _named_in_forwards(model: nn.Module, kinds: Iterable[type]) -> set[str]:
         if function in met:
             continue
         met.add(function)
-        codes, names = [function.__code__], set[str]()
-        while codes:
-            code = codes.pop()
-            names.update(code.co_names)
-            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        names = {name for code in code_objects(function) for name in code.co_names}
         found |= names
         waiting += [each for name in names for each in functions[name]]
         for value in (function.__globals__.get(name) for name in names):

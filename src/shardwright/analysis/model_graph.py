@@ -307,7 +307,7 @@ class ModelGraph:
 
     @cached_property
     def _of_other_samples(self) -> Recording | None:
-        """The recorded forward of a batch with another number of samples, to compare :attr:`run` with call by call.
+        """A second recorded forward, on another number of samples, whose calls are compared with those of :attr:`run`.
 
         It is None if the forward cannot be recorded so, or then makes another number of calls.
         """

@@ -169,6 +169,15 @@ def tensors_outside(model: nn.Module) -> dict[int, str]:
     return {id(each): place for place, each in outside_registration(model) if isinstance(each, Tensor)}
 
 
+def code_objects(function: FunctionType) -> Iterator[CodeType]:
+    """Yields the code object of a function, and those of functions, classes and comprehensions inside of it."""
+    waiting = [function.__code__]
+    while waiting:
+        code = waiting.pop()
+        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+        yield code
+
+
 def globals_read(function: FunctionType, wanted: Collection[int]) -> Iterator[str]:
     """Yields the names of the globals that a function reads and that refer to an object whose id is in ``wanted``.
 
@@ -180,10 +189,7 @@ def globals_read(function: FunctionType, wanted: Collection[int]) -> Iterator[st
     >>> list(globals_read(run, {id(layer)})), list(globals_read(run, {}))
     (['layer'], [])
     """
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    for code in code_objects(function):
         names = [name for name in code.co_names if _holds(function.__globals__.get(name), wanted)]
         if names:  # a name may be that of an attribute, too
             loaded = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}

@@ -233,7 +233,10 @@ def _masks_of(call: RecordedCall) -> list[TensorUse]:
 
 
 def warn_of_meeting(places: Sequence[str], function: str, stacklevel: int) -> None:
-    """Warns that samples meet in modules or a loss (``places``) by ``function``, where a rank has some samples only."""
+    """Warns that ``function`` combines samples of the batch in the modules or the loss named in ``places``.
+
+    Call it where a layout cuts the batch: a rank or microbatch then combines only the samples that it has.
+    """
     named = list(places) if len(places) <= NAMED else [*places[:NAMED], f"{len(places) - NAMED} more"]
     where = named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
     warn(

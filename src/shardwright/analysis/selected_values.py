@@ -34,7 +34,7 @@ _WRITES = frozenset((
 
 
 def crossing_selection(chunked: ChunkedModel) -> str:
-    """Returns the name of a value that crosses between chunks and of which values decide how many rows it has; or "".
+    """Returns the name of a tensor that one chunk sends to another and whose number of rows depends on data, or "".
 
     >>> from torch import nn
     >>> from shardwright.analysis.call_graph import CallSite, read_graph

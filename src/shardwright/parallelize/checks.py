@@ -346,7 +346,7 @@ def explained_on_parts(layout: Layout, targets: Any, *, meets: bool) -> Iterator
 
 
 _SIZES = re.compile(r"\bsizes?\b|batch_size|shape|dimension|out of (bounds|range)")
-"""What errors of torch say about tensors that do not fit each other."""
+"""Words of torch's errors for tensors whose sizes do not match, and for indices out of bounds."""
 
 
 def _are_places(leaf: Any) -> bool:

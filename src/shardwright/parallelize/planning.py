@@ -31,7 +31,7 @@ from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_mo
 from shardwright.analysis.operator_results import cloned, tensors_of
 from shardwright.analysis.reached import unregistered
 from shardwright.axes import layout_axes, mesh_axes
-from shardwright.errors import EXAMPLE, GridError, LayoutError, PlanError, UnknownCodeError
+from shardwright.errors import EXAMPLE, GridError, LayoutError, PlanError, ShardError, UnknownCodeError
 from shardwright.forward_stack import Rung
 from shardwright.initial_values import keep_record
 from shardwright.layout import Layout, has_stages
@@ -74,9 +74,7 @@ def copied_loss(loss: nn.Module) -> nn.Module:
     """
     try:
         return structural_copy(loss, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
-    except PlanError as failure:
-        if "would hold parts" not in failure.what and "outside of a step" not in failure.what:
-            raise
+    except ShardError as failure:
         raise PlanError(
             "the loss holds the model of a run, of which this rank has parts",
             given=f"{type(loss).__name__}; {failure.given}",

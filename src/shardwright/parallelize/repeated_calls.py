@@ -6,12 +6,12 @@ import dis
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.analysis.reached import ATOMS, reached
+from shardwright.analysis.reached import ATOMS, code_objects, reached
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
 
@@ -88,14 +88,6 @@ def _is_known(value: Any) -> bool:
     return (value.__module__ or "").startswith(_KNOWN)
 
 
-def _codes(function: FunctionType) -> Iterator[CodeType]:
-    waiting = [function.__code__]
-    while waiting:
-        code = waiting.pop()
-        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
-        yield code
-
-
 def _changes(function: FunctionType, writes: Collection[str]) -> bool:
     """Returns whether a function may change what other code sees: it writes, prints, or knows a container."""
     outer, held = {*function.__code__.co_freevars}, [*_known_to(function)]
@@ -107,7 +99,7 @@ def _changes(function: FunctionType, writes: Collection[str]) -> bool:
         or (each.opname in _ATTRIBUTES and stores_in_class)
         or (each.opname == "STORE_DEREF" and each.argval in outer)
         or (each.opname.startswith("LOAD_GLOBAL") and each.argval in _PRINTS)
-        for code in _codes(function)
+        for code in code_objects(function)
         for each in dis.get_instructions(code)
     )
 
@@ -117,4 +109,4 @@ def _known_to(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # an empty cell
             yield cell.cell_contents
-    yield from (function.__globals__.get(name) for code in _codes(function) for name in code.co_names)
+    yield from (function.__globals__.get(name) for code in code_objects(function) for name in code.co_names)

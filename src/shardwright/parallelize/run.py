@@ -87,7 +87,7 @@ class Run(RankState):
         rng: the RNG tracker of dropout.
         averages: the averages that :meth:`average` has made.
         weights_read: the files and folders from which ``load_weights`` has filled the model.
-        loss_buffers: the buffers of the loss as they were before the first step, for a warning where they are saved.
+        loss_buffers: the buffers of the loss as they were before the first step; a save warns of those that changed.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwright.analysis.structure import owners
 from shardwright.comm.agreement import gather_json, text_digest
 from shardwright.comm.axis import Axis
-from shardwright.errors import PlanError, explain
+from shardwright.errors import PlanError, ShardError, explain
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.parallelize.rank_state import RankState
@@ -143,7 +143,7 @@ def refuse_parts(model: nn.Module, plan: Plan, coord: Coord) -> None:
 
 
 def _refuse_part(what: str, name: str, layout: Layout, *_: Any) -> NoReturn:
-    raise PlanError(
+    raise ShardError(
         f"{what} would hold parts, as would what reads it, such as save_pretrained() or AveragedModel",
         given=f"'{name}', of which this rank holds a part or nothing under {layout}",
         allowed="run.state_dict() for the whole state, run.parameters for this rank's parts",

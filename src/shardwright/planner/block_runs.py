@@ -50,7 +50,7 @@ class _BlockRun(NamedTuple):
 
 
 class _FunctionLog(TorchFunctionMode):
-    """Notes the functions of torch that a forward calls, each with the block that calls it, or None."""
+    """Records which torch functions a forward calls, and in which of the repeated blocks; None is outside of all."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         super().__init__()
@@ -158,6 +158,6 @@ def _logged(model: nn.Module, names: Sequence[str], inputs: Any, times: int) -> 
         try:
             with ignoring_batch_statistics(model), on_meta(model, values=False), torch.enable_grad(), log:
                 call_model(model, inputs)
-        except Exception:  # of the user's code
+        except Exception:  # the user's code may raise anything, as where it indexes a block that was taken out
             return None
     return log

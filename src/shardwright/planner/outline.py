@@ -43,7 +43,7 @@ class StageBlocks(NamedTuple):
     unlike: str = ""
     cuts: BlockCuts = ()
     crossing: frozenset[int] = frozenset()
-    """The numbers of values that stages send to the next ones."""
+    """How many tensors a stage sends to the next one: every number that occurs, such as {1}, or {1, 2}."""
 
     def chunks_alike(self) -> Chunks:
         """Returns, for each chunk, its number of repeated blocks and its calls of other modules.
@@ -177,7 +177,7 @@ def cuts_of(blocks: AlikeBlocks, plan: Plan) -> BlockCuts:
 
 
 def crossing_of(plan: Plan) -> frozenset[int]:
-    """Returns the numbers of values that pipeline stages send to the next ones; none without stages."""
+    """Returns how many tensors a stage sends to the next one, every number that occurs; empty without stages."""
     edges = () if plan.stages is None else plan.stages.chunked.edges
     return frozenset(len(edge.values) for edge in edges)
 

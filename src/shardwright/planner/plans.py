@@ -34,7 +34,7 @@ from shardwright.planner.layout_records import LayoutRecords
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.plan_results import Plans
 from shardwright.planner.price import LEFT, Price, Pricing
-from shardwright.planner.records import MOST_SAMPLES, first_rows, record_layout
+from shardwright.planner.records import few_inputs, first_rows, record_layout
 from shardwright.planner.records_file import RecordsFile
 from shardwright.planner.search import Recorder, host_fits, misfit_s, precision_of, search
 from shardwright.planner.search_constraints import MOST_PRICED, SearchConstraints
@@ -93,10 +93,10 @@ def plan_layouts(
     cluster = Cluster.parse(cluster, layout.num_ranks if layout else None) if isinstance(cluster, str) else cluster
     loss = loss_for(loss, model)
     batch = _pair(batch, loss)
-    began, spent, few = process_time(), [0.0], first_rows(batch, 1)
+    began, spent = process_time(), [0.0]
     rows_of = [mark.shapes for mark in packed_in(batch)]  # samples differ in nothing else
-    kept = RecordsFile.of(keep_in, model, loss, few, rows_of, cluster.device.type, dict(roles))
-    model_plans = ModelPlans(model, first_rows(batch, min(num_rows(batch), MOST_SAMPLES))[0], kept)
+    kept = RecordsFile.of(keep_in, model, loss, first_rows(batch, 1), rows_of, cluster.device.type, dict(roles))
+    model_plans = ModelPlans(model, few_inputs(batch), kept)
 
     def record(each: Layout, samples: int, most_whole: int | None = None, given: Any = None) -> LayoutRecords:
         start = process_time()

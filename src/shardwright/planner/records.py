@@ -80,8 +80,7 @@ def record_layout(
     Raises: LayoutError, PlanError: the model cannot have the layout or does not run on the meta device, or more than
         ``most_whole`` stages would have to be rehearsed with all their blocks.
     """
-    if model_plans is None:
-        model_plans = ModelPlans(job.model, first_rows(batch, min(num_rows(batch), MOST_SAMPLES))[0])
+    model_plans = ModelPlans(job.model, few_inputs(batch)) if model_plans is None else model_plans
     outline, is_known = model_plans.outline(job, layout)
     counts, leaving = Counter[str](), model_plans.leaving_messages
     shape = _Shape(job, outline.layout, outline.schedule, batch, device_type, optimizer, counts, leaving)
@@ -182,6 +181,11 @@ def first_rows(batch: tuple[Any, Any], number: int) -> tuple[Any, Any]:
     """Returns a batch of ``number`` samples like those of ``batch``, which are repeated where it has fewer."""
     few, wanted = map_samples(batch, partial(_first_of, number))
     return few, map_tensors(wanted, lambda t: t.to("meta"))
+
+
+def few_inputs(batch: tuple[Any, Any]) -> Any:
+    """Returns the inputs of the first samples of a batch, eight at most, on which a forward's use of blocks is seen."""
+    return first_rows(batch, min(num_rows(batch), MOST_SAMPLES))[0]
 
 
 def _first_of(number: int, tensor: Tensor) -> Tensor:

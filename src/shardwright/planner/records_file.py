@@ -13,18 +13,19 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from types import CodeType
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from shardwright.analysis.reached import code_objects
 from shardwright.errors import LayoutError, PlanError
 from shardwright.planner.kept_values import StoredMisfit, from_nodes, to_text
 from shardwright.planner.model_digest import described
@@ -186,7 +187,10 @@ def _settings_of(kinds: set[type]) -> list[str]:
             continue
         own = {f"{kind.__qualname__}.{name}": value for name, value in vars(kind).items() if not name.startswith("__")}
         around = vars(sys.modules[kind.__module__])
-        own |= {name: around[name] for name in _names_in(own.values()) & around.keys()}
+        functions = (getattr(each, "__func__", each) for each in own.values())  # of static and class methods too
+        codes = (code for each in functions if isinstance(each, FunctionType) for code in code_objects(each))
+        named = {name for code in codes for name in code.co_names}
+        own |= {name: around[name] for name in named & around.keys()}
         found |= {f"{kind.__module__}.{name}={value!r}" for name, value in own.items() if _is_plain(value)}
     return sorted(found)
 
@@ -195,17 +199,6 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (list, tuple, dict):
         return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
     return type(value) in _PLAIN
-
-
-def _names_in(values: Iterable[Any]) -> set[str]:
-    """Returns the names that the code of functions reads, and that of functions inside of them."""
-    found, left = set[str](), [getattr(getattr(each, "__func__", each), "__code__", None) for each in values]
-    while left:
-        code = left.pop()
-        if isinstance(code, CodeType):
-            found.update(code.co_names)
-            left.extend(code.co_consts)
-    return found
 
 
 def _loaded() -> set[tuple[str, str]]:

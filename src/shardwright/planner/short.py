@@ -114,7 +114,7 @@ class ShortModel:
         with torch.no_grad(), ignoring_batch_statistics(model), on_meta(model, values=False):
             try:
                 call_model(model, first_rows(self.batch, samples)[0])
-            except Exception:  # of the user's code
+            except Exception:  # the user's code may raise anything, as an assertion on the number of samples
                 return False
         return True
 
@@ -147,11 +147,15 @@ class ShortModel:
         if any(factor.options for factor in layout.factors) and self.plan(layout).unsharded_on_use:
             few = WHERE_UNSHARDED
         short = self._of_blocks(few[-1] + 1)
-        records = record_layout(self._job(short, layout, rows), layout, rows, self.device_type)
+        # of the whole model it is known whether its blocks are used alike
+        plans = self.model_plans if short is self.model else ModelPlans(short)
+        job = self._job(short, layout, rows)
+        records = record_layout(job, layout, rows, self.device_type, model_plans=plans)
         if self.blocks is None or short is self.model:
             return records
         if records.note:  # what few blocks do says nothing of all
-            return record_layout(self._job(self.model, layout, rows), layout, rows, self.device_type)
+            job = self._job(self.model, layout, rows)
+            return record_layout(job, layout, rows, self.device_type, model_plans=self.model_plans)
         return replace(records, num_blocks=((self.blocks.number,),))
 
     @cached_property
@@ -221,7 +225,7 @@ class ShortModel:
 
 
 def _changed_buffer(recording: Recording) -> str:
-    """Returns the name of a buffer that a forward updates at every call, as one that counts calls; "" if none is."""
+    """Returns the name of a buffer that every forward changes in place, such as a counter of steps; "" if none is."""
     set_anew = set[str]()
     for call in recording.calls:
         for use in (each for each in call.written if each.kind == "buffer"):

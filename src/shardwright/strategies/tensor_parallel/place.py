@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwright.analysis.callers import AllowedCallers, chain_callers
 from shardwright.analysis.convolution_chains import CONVOLUTIONS
-from shardwright.analysis.structure import owners
+from shardwright.analysis.structure import is_inside, owners
 from shardwright.errors import GridError, LayoutError
 from shardwright.forward_stack import Rung
 from shardwright.plan.plan import INPUT, OUTPUT, Job, Plan
@@ -161,9 +161,8 @@ def _allowed_callers(draft: PlanDraft) -> Iterator[tuple[str, AllowedCallers]]:
 
 def why_apart(path: str, apart: Mapping[str, str]) -> str:
     """Returns why a module stays whole: the reason of the nearest module around it in ``apart``; "" if none is."""
-    parts = path.split(".")
-    around = (".".join(parts[:number]) for number in range(len(parts), 0, -1))
-    return next((apart[each] for each in around if each in apart), "")
+    nearest = max((each for each in apart if is_inside(path, each)), key=len, default="")
+    return apart.get(nearest, "")
 
 
 def _nothing_to_cut(job: Job, mode: Mode, plan: Plan, apart: Mapping[str, str]) -> GridError:

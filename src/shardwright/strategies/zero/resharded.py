@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import PlanError
+from shardwright.errors import ShardError
 
 _PROPERTIES = (
     *("dtype", "device", "shape", "ndim", "layout", "itemsize", "nbytes", "names", "requires_grad", "is_leaf"),
@@ -47,7 +47,7 @@ class ShardedParameter(nn.Parameter):
     (torch.Size([2, 3]), 6, None)
     >>> weight.norm()
     Traceback (most recent call last):
-    shardwright.errors.PlanError: norm of 'up.weight' outside of a step: this rank holds only a shard of it
+    shardwright.errors.ShardError: norm of 'up.weight' outside of a step: this rank holds only a shard of it
       ...
     """
 
@@ -65,7 +65,7 @@ class ShardedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
-        """Runs ``func`` if it reads nothing but metadata. Raises PlanError for anything else."""
+        """Runs ``func`` if it reads nothing but metadata. Raises ShardError for anything else."""
         if func not in _ALLOWED:
             _refuse(func, args)
         with torch._C.DisableTorchFunctionSubclass():
@@ -86,7 +86,7 @@ _ALLOWED: frozenset[Any] = frozenset(
 
 
 def _refuse(func: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Raises PlanError for a call with a resharded parameter."""
+    """Raises ShardError for a call with a resharded parameter."""
     name = getattr(getattr(func, "__self__", None), "__name__", None) or getattr(func, "__name__", str(func))
     among = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else [arg])]
     path = next((each.path for each in among if isinstance(each, ShardedParameter)), "a parameter")
@@ -97,7 +97,7 @@ def _refuse(func: Callable[..., Any], args: Sequence[Any]) -> None:
             f"write run.state_dict()['{path}'] for the whole, on every rank, or run.parameters['{path}'] for this "
             "rank's shard, and run.changed() after writing to it; the layout says the dtype"
         )
-    raise PlanError(
+    raise ShardError(
         f"{name} of '{path}' outside of a step: this rank holds only a shard of it",
         given="a parameter of run.model, which ZeRO shards",
         allowed="run.state_dict() for whole tensors, run.parameters for this rank's shards, and sums over ranks",
