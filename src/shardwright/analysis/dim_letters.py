@@ -35,6 +35,8 @@ class Role(Enum):
     """The letter is normalized over, so shards along it need the mean and the variance over all of it."""
     LOOKUP = auto()
     """The letter numbers the rows of a table from which an index tensor chooses, as in an embedding."""
+    GATHER = auto()
+    """Shards along the letter are all-gathered before the operator, which takes the whole of a recurrent state."""
 
 
 @dataclass(frozen=True, slots=True)

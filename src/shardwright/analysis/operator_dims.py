@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from shardwright.analysis.dim_letters import Concat, DimLetters, Dims, Role, Rule, all_whole, broadcast, rule
-from shardwright.analysis.recording import RecordedCall, TensorUse
+from shardwright.analysis.recording import PRODUCTS, RecordedCall, TensorUse
 from shardwright.analysis.view_dims import VIEW_RULES
 
 _RULES = dict(VIEW_RULES)
@@ -43,7 +43,28 @@ def relation_of(call: RecordedCall) -> DimRelation:
     operands, results = found(call, letters)
     product = name.rstrip("_")
     addend = 0 if product in ("addmm", "baddbmm") else 2 if product in ("linear", "convolution") else None
-    return DimRelation(letters, list(operands), list(results), addend)
+    relation = DimRelation(letters, list(operands), list(results), addend)
+    return _gathered(call, relation) if call.is_gathered else relation
+
+
+def _gathered(call: RecordedCall, relation: DimRelation) -> DimRelation:
+    """Returns the relation of a call that takes or gives all-gathered features: these are an index of their own.
+
+    Of a product they are what it sums over, for which the weight is needed whole; of a copy, the result's last dim.
+    """
+    letters, operands = relation.letters, relation.operands
+    if call.name not in PRODUCTS:
+        (use,), (dims,) = call.results, relation.results
+        return replace(relation, results=[(*dims[:-1], letters.new(use.shape[-1]))])
+    number = PRODUCTS[call.name]
+    x, weight = operands[number], operands[number + 1]
+    assert x is not None, "the dims of a product relate"
+    assert weight is not None, "the dims of a product relate"
+    for letter in (each for each in x[-1] if isinstance(each, int)):
+        letters.roles[letter] = Role.GATHER
+        own = letters.new(letters.sizes[letter], Role.WHOLE)
+        operands[number + 1] = tuple(own if dim == x[-1] else dim for dim in weight)
+    return relation
 
 
 # ---- elementwise

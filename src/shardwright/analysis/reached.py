@@ -125,11 +125,11 @@ def unregistered_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def outside_registration(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def outside_registration(model: nn.Module, *, left_out: str = "") -> Iterator[tuple[str, Any]]:
     """Yields all objects that a model holds in plain attributes, containers, closures and hooks, each with its place.
 
     A place is text such as ``others['a']``. A registered module, parameter or buffer is yielded if it is also held in
-    such a place.
+    such a place. The attribute ``left_out`` of torch's recurrent layers is not looked at.
 
     >>> class Model(nn.Module):
     ...     def __init__(self):
@@ -144,6 +144,8 @@ def outside_registration(model: nn.Module) -> Iterator[tuple[str, Any]]:
     seen: dict[int, Any] = {}
     for path, module in modules.items():
         for name, value in unregistered_attributes(module):
+            if name == left_out and isinstance(module, nn.RNNBase):
+                continue
             place = f"{path}.{name}".lstrip(".")
             yield from ((place + words, each) for words, each in reached(value, seen, registered))
 
@@ -159,14 +161,16 @@ def tensors_outside(model: nn.Module) -> dict[int, str]:
     """Returns, by tensor id, the place of each tensor that a model holds in plain attributes, containers or closures.
 
     A registered parameter or buffer is included if it is also held in such a place. A tensor that is held in several
-    places is listed with one of them.
+    places is listed with one of them. The list in which a recurrent layer of torch keeps its weights is left out: the
+    layer itself keeps it up to date.
 
     >>> layer = nn.Linear(2, 2)
     >>> layer.again = [layer.weight]
     >>> list(tensors_outside(layer).values())
     ['again[0]']
     """
-    return {id(each): place for place, each in outside_registration(model) if isinstance(each, Tensor)}
+    found = outside_registration(model, left_out="_flat_weights")
+    return {id(each): place for place, each in found if isinstance(each, Tensor)}
 
 
 def code_objects(function: FunctionType) -> Iterator[CodeType]:

@@ -24,6 +24,7 @@ from shardwright.analysis.device_moves import TAKES_GRADIENT, call_on_meta
 from shardwright.analysis.meta_values import MetaValues, view_key
 from shardwright.analysis.module_log import ParameterUse
 from shardwright.analysis.operator_results import check_not_nested, leaves_of, map_tensors, tensors_of
+from shardwright.analysis.recurrent_calls import recurrent_call, with_states
 from shardwright.operator_schemas import written_arguments
 
 WHOLE_CALLS: dict[Callable[..., Any], tuple[str, ...]] = {
@@ -34,6 +35,15 @@ WHOLE_CALLS: dict[Callable[..., Any], tuple[str, ...]] = {
 
 Operands that code passes by keyword are recorded as positional ones.
 """
+
+
+PRODUCTS = {"linear": 0, "mm": 0, "addmm": 1}
+"""The products with a weight, and the number of the operand that the weight multiplies, among the operands."""
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Returns an operator's name without its overload, such as ``addmm``."""
+    return str(getattr(function, "overloadpacket", function).__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -60,7 +70,9 @@ class RecordedCall:
     running, and ``number`` says in which of its calls, counted from 0. ``is_hidden`` says that no function mode sees in
     a run what the operator takes: it ran inside code that ``torch.jit.script`` has compiled, which calls no torch
     function, or inside a transform such as ``torch.vmap``, which wraps tensors; or that a backward runs it again by
-    itself, as it does with code that is passed to ``torch.utils.checkpoint`` and is no module.
+    itself, as it does with code that is passed to ``torch.utils.checkpoint`` and is no module. ``is_gathered`` says
+    that the call takes or gives the state of a recurrent layer, of which ranks that compute some of its units gather
+    all at every step: the features that it takes are another index than those that the layer's weights give.
     """
 
     function: Callable[..., Any]
@@ -70,11 +82,12 @@ class RecordedCall:
     module: str = ""
     number: int = 0
     is_hidden: bool = False
+    is_gathered: bool = False
 
     @property
     def name(self) -> str:
         """The operator's name without its overload, such as ``addmm``."""
-        return str(getattr(self.function, "overloadpacket", self.function).__name__)
+        return name_of(self.function)
 
     @property
     def operands(self) -> list[TensorUse]:
@@ -201,6 +214,7 @@ class Recorded(MetaValues):
         self._quiet = 0
         self.depth = 0  # of torch functions that are running
         self.transformed = 0  # of these, the ones that run inside a transform such as torch.vmap
+        self.recurring = 0  # of these, the ones that are a recurrent layer
         self.digest: Any = None
         """A hash of ``hashlib`` into which each operator goes that runs, with known values; by default none."""
         self._met: dict[int, int] = {}
@@ -319,7 +333,20 @@ class Recorded(MetaValues):
         if constant and len(made) == 1 and _counts(function, seen_args, made[0]):
             made[0].counts = True
         hidden = self.depth == 0 or self.transformed > 0 or self.runs_again()
-        self.recording.calls.append(RecordedCall(function, seen_args, seen_named, made, *self.where(), hidden))
+        self._append(
+            function, seen_args, seen_named, made, hidden, self.recurring > 0 and name_of(function) in PRODUCTS
+        )
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """Returns a copy of what a recurrent layer gives, recorded as one that ranks gather (:class:`RecordedCall`)."""
+        with self.quiet(), torch._C.DisableTorchFunction():
+            made = tensor.clone()
+        self._append(torch.ops.aten.clone.default, (self.use(tensor),), {}, (self.use(made),), False, True)
+        return made
+
+    def _append(self, function: Any, args: Any, named: Any, results: Any, is_hidden: bool, is_gathered: bool) -> None:
+        call = RecordedCall(function, args, named, results, *self.where(), is_hidden, is_gathered)
+        self.recording.calls.append(call)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -384,12 +411,15 @@ class _WholeCalls(TorchFunctionMode):
             raise NotImplementedError("the forward takes a gradient itself, which no record of operators has")
         # torch.vmap and similar transforms wrap tensors, so the mode that runs a model on shards does not know a shard
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        recurs = not transformed and recurrent_call(func, args, named) is not None
         self._recorded.depth += 1
         self._recorded.transformed += transformed
+        self._recorded.recurring += recurs
         try:
             # a transform wraps tensors, and the operators that it runs take what is inside of them
             if transformed or func not in WHOLE_CALLS:
-                return call_on_meta(*self._recorded.indexing(func, args), named, "cpu")
+                results = call_on_meta(*self._recorded.indexing(func, args), named, "cpu")
+                return with_states(func, results, self._recorded.gathered) if recurs else results
             args, named = _with_positional(WHOLE_CALLS[func], args, named)
             # torch's attention makes masks inside, of megabytes for long sequences: no code of the user's reads them
             self._recorded.keeps_values = all(self._recorded.values(t) is not None for t in tensors_of((args, named)))
@@ -401,6 +431,7 @@ class _WholeCalls(TorchFunctionMode):
             self._recorded.keeps_values = True
             self._recorded.depth -= 1
             self._recorded.transformed -= transformed
+            self._recorded.recurring -= recurs
 
 
 def _with_positional(

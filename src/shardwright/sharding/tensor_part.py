@@ -85,6 +85,16 @@ def held(cut: bytes, rank: int) -> tuple[int, ...]:
     return tuple(index for index, label in enumerate(cut) if label in (rank, ALL))
 
 
+@lru_cache(maxsize=64)
+def is_in_blocks(cut: bytes, size: int) -> bool:
+    """Returns whether each rank holds some of a dim's elements, next to each other and after those of the rank before.
+
+    >>> is_in_blocks(bytes([0, 0, 1]), 2), is_in_blocks(bytes([0, 1, 0]), 2), is_in_blocks(bytes([0, 0, 0]), 2)
+    (True, False, False)
+    """
+    return bytes(sorted(cut)) == cut and len(set(cut)) == size and ALL not in cut
+
+
 def tag(tensor: Tensor, part: TensorPart | None) -> None:
     """Marks a local tensor as a shard of a whole tensor, cut as ``part`` says; None removes the mark."""
     if part is not None:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright.analysis.dim_letters import DimLetters, Dims, Role
 from shardwright.analysis.operator_dims import DimRelation, relation_of
-from shardwright.analysis.recording import Recorded, RecordedCall, TensorUse
+from shardwright.analysis.recording import PRODUCTS, Recorded, RecordedCall, TensorUse
 from shardwright.dispatch_mode import without_dispatch_modes
 from shardwright.operators.partly_shared import partly_shared_product
 from shardwright.sharding.tensor_part import ALL, TensorPart, num_held, part_of
@@ -47,10 +47,6 @@ _PARTLY_CUT = frozenset((
 They move elements, or treat each alone. A product's or a convolution's own output features may be such a dim, but not
 one that it sums over.
 """
-
-
-PRODUCTS = {"linear": 0, "mm": 0, "addmm": 1}
-"""The products with a weight, and the number of the operand that the weight multiplies, among the operands."""
 
 
 class NotOnPartsError(Exception):

@@ -13,11 +13,9 @@ from math import prod
 
 from torch import nn
 
-from shardwright.analysis.recording import Recording
+from shardwright.analysis.recording import PRODUCTS, Recording
 from shardwright.analysis.run_axes import RunAxes, leaves
 from shardwright.analysis.structure import has_hooks
-
-_PRODUCTS = ("linear", "mm", "addmm")
 
 
 def gather_output_layers(
@@ -49,7 +47,7 @@ def gather_output_layers(
     in_output = {leaf for use in recording.outputs for axis in axes.of(use) for leaf in leaves(axis)}
     num_outputs = Counter[str]()
     for call in recording.calls:
-        if call.name in _PRODUCTS:
+        if call.name in PRODUCTS:
             num_outputs[call.module] += sum(prod(result.shape) for result in call.results)
     found = {}
     for path, layer in model.named_modules():

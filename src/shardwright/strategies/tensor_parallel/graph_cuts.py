@@ -25,8 +25,8 @@ from torch import nn
 from shardwright.analysis.batch_norms import batch_norms
 from shardwright.analysis.dim_letters import Role
 from shardwright.analysis.reached import tensors_outside
-from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
-from shardwright.analysis.run_axes import CLASSES, DimAxis, RunAxes, labels_of, leaves, root
+from shardwright.analysis.recording import PRODUCTS, RecordedCall, Recording, TensorUse
+from shardwright.analysis.run_axes import CLASSES, AxisUse, DimAxis, RunAxes, labels_of, leaves, root
 from shardwright.analysis.weight_readers import readers_of
 from shardwright.mesh import balanced
 from shardwright.sharding.tensor_part import ALL, TensorPart, part_of
@@ -69,8 +69,8 @@ class GraphCuts:
     """The shards (parts) of parameters and buffers on each rank, by name, and the modules that read each parameter.
 
     A module that asks for the shape of a parameter counts as one that reads it. ``held`` are the parameters that other
-    code holds directly, such as the list in which a recurrent layer keeps its weights: these stay whole. ``gathered``
-    are the paths of linear layers whose outputs are all-gathered at once.
+    code holds directly, which stay whole, and those of recurrent layers, which keep a list of them: none is replaced
+    for a forward. ``gathered`` are the paths of linear layers whose outputs are all-gathered at once.
     """
 
     parts: Mapping[str, TensorPart]
@@ -121,9 +121,11 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     kept = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in held)
     # a constant or a buffer that code puts in the place of a parameter is whole
     kept |= {parameter.name for parameter, value in recording.assigned if value.kind}
+    recurrent = (each for each in model.named_modules() if isinstance(each[1], nn.RNNBase))
+    in_lists = kept.union(name for path, module in recurrent for name, _ in module.named_parameters(path))
     readers = readers_of(recording)
     if size == 1:
-        return GraphCuts({}, readers, kept)
+        return GraphCuts({}, readers, in_lists)
     # nothing ties the features of a norm that this forward does not call to its statistics: it stays whole
     used = recording.parameters_used
     uncalled = {name for name, _ in model.named_parameters() if name not in used}
@@ -133,12 +135,12 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     gathered = gather_output_layers(model, recording, axes, size, {*found, *kept}, readers, cut.most_sent)
     more = {f"{path}.{name}": p for path, layer in gathered.items() for name, p in layer.named_parameters()}
     if sum(p.numel() for p in more.values()) <= WORTH_MORE * cut.num_elements:
-        return GraphCuts(found, readers, kept)
+        return GraphCuts(found, readers, in_lists)
     for name, p in more.items():
         part = part_of(p.shape, (_balanced(len(p), size), *(None,) * (p.dim() - 1)))
         if part is not None:
             found[name] = part
-    return GraphCuts(found, readers, kept, frozenset(gathered))
+    return GraphCuts(found, readers, in_lists, frozenset(gathered))
 
 
 def _balanced(num_elements: int, size: int) -> bytes:
@@ -286,11 +288,9 @@ def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection
                     num_elements = prod(use.shape) * _num_along(leaf, axis) // axis.size
                     found.setdefault(leaf, _Candidate(leaf)).num_elements += num_elements
     for each in axes.uses:
-        is_norm = each.role is Role.NORM
-        sent = each.call.results[1:] * 2 if is_norm else each.call.results  # two statistics, and their gradients
         for leaf in set(leaves(each.axis)) & found.keys():
-            found[leaf].num_sent += 2 * sum(prod(result.shape) for result in sent)
-            found[leaf].is_normed |= is_norm
+            found[leaf].num_sent += 2 * sum(prod(sent.shape) for sent in _sent(each))
+            found[leaf].is_normed |= each.role is Role.NORM
     for leaf in {leaf for use in recording.outputs for axis in axes.of(use) for leaf in leaves(axis)} & found.keys():
         found[leaf].in_output = True  # it is gathered at the end: inner axes come first
     samples = axes.of_samples(recording.inputs)
@@ -306,6 +306,16 @@ def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection
         for axis in dims:
             _exclude_inside(axis, found)
     return found
+
+
+def _sent(use: AxisUse) -> Sequence[TensorUse]:
+    """Returns the tensors of whose elements each is sent twice, counted as in an all-reduce, if the axis is cut."""
+    call = use.call
+    if use.role is Role.NORM:
+        return call.results[1:] * 2  # two statistics, and their gradients
+    if use.role is Role.GATHER:
+        return [call.operands[PRODUCTS[call.name]]]  # all-gathered, and its gradient reduce-scattered
+    return call.results
 
 
 def _dims_of_features(recording: Recording) -> dict[TensorUse, int | None]:

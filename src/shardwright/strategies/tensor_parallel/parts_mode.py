@@ -39,6 +39,7 @@ from shardwright.strategies.tensor_parallel.call_plans import (
     plan_call,
 )
 from shardwright.strategies.tensor_parallel.ready_calls import ReadyCall, has_part, signature_of
+from shardwright.strategies.tensor_parallel.recurrent import RECURRENT, recurrent_on_parts
 from shardwright.strategies.tensor_parallel.vocabulary_on_parts import cross_entropy_on_parts, embedding_on_parts
 
 NUM_COPIES = 4
@@ -149,6 +150,8 @@ class PartsMode(TorchFunctionMode):
         named: dict[str, Any] = dict(kwargs) if kwargs else {}
         if func in _ANSWERED:
             return self._answer(func, args, named)
+        if func is torch._cudnn_rnn_flatten_weight:  # it would copy whole weights next to each other, for cuDNN alone
+            return None
         if type(func) is MethodWrapperType:  # .dtype, .device, .requires_grad; views such as .T are planned
             result = func(*args, **named)
             if not isinstance(result, Tensor) or result is args[0]:
@@ -183,6 +186,8 @@ class PartsMode(TorchFunctionMode):
         return self._call(func, args, named)
 
     def _call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if func in RECURRENT:
+            return recurrent_on_parts(self, func, args, named)
         if func in _OF_VOCABULARY:
             found = _OF_VOCABULARY[func](self.axis, *args, **named)
             if found is not None:

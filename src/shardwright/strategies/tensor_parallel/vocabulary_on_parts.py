@@ -11,7 +11,6 @@ The model's own code may call ``F.cross_entropy`` with labels, or a loss beside 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from shardwright.comm.autograd import partial_to_whole
 from shardwright.comm.axis import Axis
 from shardwright.operators.vocabulary import cut_cross_entropy, cut_embedding
-from shardwright.sharding.tensor_part import ALL, held, tagged
+from shardwright.sharding.tensor_part import held, is_in_blocks, tagged
 
 
 def cross_entropy_on_parts(
@@ -42,7 +41,7 @@ def cross_entropy_on_parts(
     if cut is None or not whole or tagged(target) is not None or target.is_floating_point():
         return None
     assert part is not None
-    if sum(each is not None for each in part.cuts) > 1 or not _is_in_blocks(cut, axis.size):
+    if sum(each is not None for each in part.cuts) > 1 or not is_in_blocks(cut, axis.size):
         return None
     narrow = input.dtype in (torch.float16, torch.bfloat16)
     logits_v = (input.float() if narrow else input).movedim(dim, -1)
@@ -72,18 +71,8 @@ def embedding_on_parts(
     if cut is None or max_norm is not None or scale_grad_by_freq or sparse or tagged(input) is not None:
         return None
     assert part is not None
-    if part.cuts[1] is not None or not _is_in_blocks(cut, axis.size):
+    if part.cuts[1] is not None or not is_in_blocks(cut, axis.size):
         return None
     padding = padding_idx + len(cut) if padding_idx is not None and padding_idx < 0 else padding_idx
     rows = cut_embedding(input, weight, held(cut, axis.index)[0], len(cut), (), (), padding)
     return partial_to_whole(rows, axis)
-
-
-@lru_cache(maxsize=64)
-def _is_in_blocks(cut: bytes, size: int) -> bool:
-    """Returns whether each rank holds some of a dim's elements, next to each other and after those of the rank before.
-
-    >>> _is_in_blocks(bytes([0, 0, 1]), 2), _is_in_blocks(bytes([0, 1, 0]), 2), _is_in_blocks(bytes([0, 0, 0]), 2)
-    (True, False, False)
-    """
-    return bytes(sorted(cut)) == cut and len(set(cut)) == size and ALL not in cut

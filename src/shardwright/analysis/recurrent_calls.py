@@ -1,0 +1,93 @@
+"""Reads calls of torch's recurrent functions: sequences, states and weights of LSTMs, GRUs and plain RNNs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Kind = Literal["lstm", "gru", "rnn_tanh", "rnn_relu"]
+
+_LAYERS: Mapping[Callable[..., Any], Kind] = {
+    torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "rnn_tanh", torch.rnn_relu: "rnn_relu",
+}  # fmt: skip
+_CELLS: Mapping[Callable[..., Any], Kind] = {
+    torch.lstm_cell: "lstm", torch.gru_cell: "gru", torch.rnn_tanh_cell: "rnn_tanh", torch.rnn_relu_cell: "rnn_relu",
+}  # fmt: skip
+
+GATES: Mapping[Kind, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+"""How many times as many rows as hidden units a weight of each kind has."""
+
+
+class RecurrentCall(NamedTuple):
+    """A call of a recurrent function of torch, of all layers of an ``nn.LSTM`` or of one step of an ``nn.LSTMCell``.
+
+    Shapes: input (steps, samples, features), with ``batch_first`` (samples, steps, features), packed (rows, features),
+    of a cell (samples, features); each of ``states`` (layers * directions, samples, units), of a cell (samples, units).
+
+    ``weights`` are for each layer and direction those of the input (gates * units, features) and of the state
+    (gates * units, units), and their biases if there are any. ``batch_sizes`` says how many rows of a packed sequence
+    each step has.
+    """
+
+    kind: Kind
+    is_cell: bool
+    input: Tensor
+    states: tuple[Tensor, ...]
+    weights: Sequence[Sequence[Tensor]]
+    batch_sizes: Tensor | None = None
+    dropout: float = 0.0
+    bidirectional: bool = False
+    batch_first: bool = False
+
+    @property
+    def num_units(self) -> int:
+        """The number of hidden units of a layer."""
+        return int(self.weights[0][1].shape[1])
+
+
+def recurrent_call(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> RecurrentCall | None:
+    """Returns a call of a recurrent function by its parts; None for other functions, and for what is not read.
+
+    That are layers whose outputs are projected (``proj_size``), and arguments by keyword.
+
+    >>> layer = torch.nn.LSTM(3, 4, num_layers=2)
+    >>> args = torch.ones(5, 1, 3), (torch.zeros(2, 1, 4),) * 2, layer._flat_weights, True, 2, 0.0, True, False, False
+    >>> call = recurrent_call(torch.lstm, args, {})
+    >>> call.kind, call.num_units, [[tuple(weight.shape) for weight in each[:2]] for each in call.weights]
+    ('lstm', 4, [[(16, 3), (16, 4)], [(16, 4), (16, 4)]])
+    """
+    if named:
+        return None
+    if function in _CELLS:
+        input, states, *weights = args
+        given = tuple(states) if isinstance(states, tuple | list) else (states,)
+        return RecurrentCall(_CELLS[function], True, input, given, [[each for each in weights if each is not None]])
+    if function not in _LAYERS or len(args) != 9:
+        return None
+    is_packed = isinstance(args[1], Tensor) and not isinstance(args[3], bool)
+    input, sizes = args[:2] if is_packed else (args[0], None)
+    states, params, _, num_layers, dropout, is_training, bidirectional, *first = args[2 if is_packed else 1 :]
+    each = len(params) // (num_layers * (2 if bidirectional else 1))
+    if each not in (2, 4):
+        return None
+    weights = [params[start : start + each] for start in range(0, len(params), each)]
+    given = tuple(states) if isinstance(states, tuple | list) else (states,)
+    return RecurrentCall(
+        _LAYERS[function], False, input, given, weights, sizes, dropout if is_training else 0.0, bool(bidirectional),
+        bool(first and first[0]),
+    )  # fmt: skip
+
+
+def with_states(function: Any, results: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Returns the results of a recurrent function with what it gives as its state and output changed.
+
+    What an LSTM keeps beside them, the state of its cells, is left as it is.
+    """
+    if isinstance(results, Tensor):
+        return change(results)
+    kind = {**_LAYERS, **_CELLS}[function]
+    kept = results[len(results) - 1 :] if kind == "lstm" else ()
+    return (*map(change, results[: len(results) - len(kept)]), *kept)

@@ -1,0 +1,205 @@
+"""Recurrent layers of which each rank computes some hidden units: LSTM, GRU and RNN, packed or not, and their cells.
+
+A rank holds the rows of its units of every gate, in the weights of the input and of the state. Each step needs the
+state of all units, so it is gathered after each::
+
+    x, all steps --whole--> | w_ih: rows of some units | --> gates of these units, of all steps --+
+                                                                                                  +--> h of these units
+    h of the step before ---whole--> | w_hh: rows of some units | --------------------------------+          |
+             ^                                                                                               |
+             +----------------------------------- all-gather ------------------------------------------------+
+
+What the layer gives is whole: its steps have been gathered already. The cells of an LSTM are needed by their own rank
+alone, and stay cut.
+
+Traffic: for each layer, direction and step, one all-gather of the state forward and one reduce-scatter of its gradient
+    backward (samples x units), of the last step none; for each input and each initial state that has a gradient, one
+    all-reduce backward. For a cell that code calls itself, one all-gather forward, and backward one all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardwright.analysis.recurrent_calls import GATES, Kind, RecurrentCall, recurrent_call
+from shardwright.comm.autograd import cut_to_known, cut_to_shared, cut_to_whole
+from shardwright.sharding.tensor_part import is_in_blocks, part_of, tag, tagged
+from shardwright.strategies.tensor_parallel.call_plans import OperandChange
+from shardwright.strategies.tensor_parallel.ready_calls import CallHost
+
+RECURRENT = frozenset(
+    (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell,
+     torch.rnn_relu_cell)
+)  # fmt: skip
+"""The functions that :func:`recurrent_on_parts` runs."""
+
+Step = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From the gates of the input and of the state, the state and the cells before, to the state and the cells after.
+
+Shapes: gates (samples, gates * units), else (samples, units). What has no cells takes and returns any tensor there.
+"""
+
+
+class RecurrentHost(CallHost, Protocol):
+    """What recurrent layers need of the torch function mode that runs them."""
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Returns the whole of a tensor that is a shard."""
+
+
+def recurrent_on_parts(host: RecurrentHost, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Returns what a recurrent function of torch returns, where ranks hold the weights of some hidden units each.
+
+    Outputs and states are whole; the cells of an LSTM are a part, cut by units. Weights that are cut in another way are
+    all-gathered, and all ranks compute the whole.
+    """
+    call = recurrent_call(function, args, named)
+    cuts = [] if call is None else [_cut_of(each, call.kind, host.axis.size) for each in call.weights]
+    if call is None or cuts[0] is None or any(each != cuts[0] for each in cuts):
+        return host.on_whole(function, args, named)
+    units = _UnitsOfRank(host, call.kind, cuts[0])
+    return units.cell(call) if call.is_cell else units.layers(call)
+
+
+def _cut_of(weights: Sequence[Tensor], kind: Kind, size: int) -> bytes | None:
+    """Returns the rank that holds each hidden unit, if all weights of a layer have the rows of its units in each gate.
+
+    Each rank must have some units, next to each other. None if not.
+    """
+    parts = [tagged(each) for each in weights]
+    rows = parts[0].cuts[0] if parts[0] is not None else None
+    if rows is None:
+        return None
+    cut = rows[: len(rows) // GATES[kind]]
+    wanted = cut * GATES[kind], None
+    fits = all(part is not None and part.cuts == wanted[: len(part.shape)] for part in parts)
+    return cut if fits and is_in_blocks(cut, size) else None
+
+
+class _UnitsOfRank:
+    """The hidden units of recurrent layers that a rank computes: those that ``cut`` gives to it."""
+
+    def __init__(self, host: RecurrentHost, kind: Kind, cut: bytes) -> None:
+        self.host, self.axis, self.cut = host, host.axis, cut
+        self.step, self.has_cells = _STEPS[kind], kind == "lstm"
+        self.sizes = [cut.count(rank) for rank in range(host.axis.size)]
+
+    def layers(self, call: RecurrentCall) -> tuple[Tensor, ...]:
+        """Returns the outputs and the states of all layers, whole, and of an LSTM the cells of this rank's units."""
+        turns = call.batch_first and call.batch_sizes is None
+        x = self.host.whole(call.input)
+        x = x.transpose(0, 1) if turns else x
+        sizes = None if call.batch_sizes is None else call.batch_sizes.tolist()
+        first = self.host.whole(call.states[0]).unbind(0)
+        first_cells = self._own(call.states[1]).unbind(0) if self.has_cells else first
+        states, cells, outputs = list[Tensor](), list[Tensor](), list[Tensor]()
+        for number, weights in enumerate(call.weights):
+            is_second = call.bidirectional and number % 2 > 0
+            output, state, own_cells = self._walk(
+                x, first[number], first_cells[number], weights, sizes, backwards=is_second
+            )
+            states.append(state)
+            cells.append(own_cells)
+            outputs.append(output)
+            if is_second or not call.bidirectional:
+                x = torch.cat(outputs, -1) if is_second else output
+                outputs.clear()
+                if call.dropout and number < len(call.weights) - 1:
+                    x = functional.dropout(x, call.dropout)
+        x = x.transpose(0, 1) if turns else x
+        return (x, torch.stack(states), *([self._tagged(torch.stack(cells))] if self.has_cells else []))
+
+    def cell(self, call: RecurrentCall) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the state after one step, whole, and of an LSTM the cells of this rank's units too."""
+        x, state = self.host.whole(call.input), self.host.whole(call.states[0])
+        w_ih, w_hh, *biases = call.weights[0]
+        own = self._own(state)
+        own, cells = self.step(
+            functional.linear(self._shared(x), w_ih, *biases[:1]),
+            functional.linear(self._shared(state), w_hh, *biases[1:]),
+            own,
+            self._own(call.states[1]) if self.has_cells else own,
+        )
+        state = cut_to_whole(own, self.axis, own.dim() - 1, self.sizes)
+        return (state, self._tagged(cells)) if self.has_cells else state
+
+    def _walk(
+        self, x: Tensor, state: Tensor, cells: Tensor, weights: Sequence[Tensor], sizes: list[int] | None, *,
+        backwards: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Returns the outputs of all steps of one layer in one direction, and the state and the cells after them.
+
+        Shapes: x (steps, samples, features), or with ``sizes``, the rows of each step, (rows, features); state
+        (samples, units); cells (samples, own units). Outputs as x, with units in place of features.
+        """
+        w_ih, w_hh, *biases = weights
+        gates = functional.linear(self._shared(x), w_ih, *biases[:1])
+        steps = gates.unbind(0) if sizes is None else gates.split(sizes)
+        own, whole = self._own(state), self._shared(state)
+        owns, wholes = list[Tensor](), list[Tensor]()
+        for now in reversed(steps) if backwards else steps:
+            rows = len(now)  # sequences that are longer come first: those that have not begun, or have ended, are last
+            of_state = functional.linear(_first(whole, rows), w_hh, *biases[1:])
+            own_now, cells_now = self.step(now, of_state, _first(own, rows), _first(cells, rows))
+            whole_now = cut_to_shared(own_now, self.axis, 1, self.sizes)
+            owns.append(own_now)
+            wholes.append(whole_now.detach())
+            own, cells, whole = _replaced(own, own_now), _replaced(cells, cells_now), _replaced(whole, whole_now)
+        in_order = slice(None, None, -1) if backwards else slice(None)
+        joined = torch.stack if sizes is None else torch.cat
+        outputs = self._known(joined(owns[in_order]), joined(wholes[in_order]))
+        return outputs, self._known(own, whole.detach()), cells
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """Returns a whole tensor that each rank uses for its own units, so that its gradients are summed."""
+        return self.host.changed(x, OperandChange(0, "copy"), gradient_is_new=False)
+
+    def _known(self, own: Tensor, whole: Tensor) -> Tensor:
+        return cut_to_known(own, whole, self.axis, own.dim() - 1, self.sizes)
+
+    def _own(self, x: Tensor) -> Tensor:
+        """Returns the elements of this rank's units, of a whole tensor or of a part, whose last dim has units."""
+        part, dim = tagged(x), x.dim() - 1
+        if part is not None and part.cuts == (*(None,) * dim, self.cut):
+            return x
+        return self.host.changed(self.host.whole(x), OperandChange(0, "slice", dim, self.cut), gradient_is_new=False)
+
+    def _tagged(self, x: Tensor) -> Tensor:
+        tag(x, part_of((*x.shape[:-1], len(self.cut)), (*(None,) * (x.dim() - 1), self.cut)))
+        return x
+
+
+def _first(x: Tensor, rows: int) -> Tensor:
+    return x if len(x) == rows else x[:rows]
+
+
+def _replaced(x: Tensor, first: Tensor) -> Tensor:
+    return first if len(first) == len(x) else torch.cat([first, x[len(first) :]])
+
+
+def _lstm(gates: Tensor, of_state: Tensor, state: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
+    into, forget, new, out = (gates + of_state).chunk(4, -1)
+    cells = forget.sigmoid() * cells + into.sigmoid() * new.tanh()
+    return out.sigmoid() * cells.tanh(), cells
+
+
+def _gru(gates: Tensor, of_state: Tensor, state: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
+    (reset, keep, new), (own_reset, own_keep, own_new) = gates.chunk(3, -1), of_state.chunk(3, -1)
+    candidate = (new + (reset + own_reset).sigmoid() * own_new).tanh()
+    return candidate + (keep + own_keep).sigmoid() * (state - candidate), cells
+
+
+def _rnn(activation: Callable[[Tensor], Tensor], gates: Tensor, of_state: Tensor, state: Tensor, cells: Tensor
+         ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return activation(gates + of_state), cells
+
+
+_STEPS: Mapping[Kind, Step] = {
+    "lstm": _lstm, "gru": _gru, "rnn_tanh": partial(_rnn, torch.tanh), "rnn_relu": partial(_rnn, torch.relu),
+}  # fmt: skip
