@@ -11,7 +11,7 @@ does a share of the work.
 | :func:`whole_to_cut` | slice | all-gather |
 | :func:`cut_to_whole` | all-gather | slice |
 | :func:`cut_to_shared` | all-gather | reduce-scatter |
-| :func:`cut_to_known` | nothing | slice |
+| :func:`cut_to_gathered` | nothing | slice |
 
 The payload of each message is the whole tensor.
 """
@@ -149,13 +149,14 @@ class _CutToWhole(Function):
         return dy.split(list(ctx.sizes), ctx.dim)[ctx.axis.index], None, None, None, None
 
 
-class _CutToKnown(Function):
+class _CutToGathered(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, whole: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
         ctx.index, ctx.dim, ctx.sizes = axis.index, dim, sizes
         return whole.detach()
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         return dy.split(list(ctx.sizes), ctx.dim)[ctx.index], None, None, None, None
 
@@ -222,7 +223,7 @@ def cut_to_shared(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tens
     return _run(_CutToWhole, x, axis, dim, tuple(sizes), True) if axis.size > 1 else x
 
 
-def cut_to_known(x: Tensor, whole: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+def cut_to_gathered(x: Tensor, whole: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     """Returns ``whole``, which was gathered from the ranks' slices ``x`` before, as :func:`cut_to_whole` does.
 
     Its gradient goes to ``x``. Use it where :func:`cut_to_shared` has gathered the same, for ranks that all do the same
@@ -230,4 +231,4 @@ def cut_to_known(x: Tensor, whole: Tensor, axis: Axis, dim: int, sizes: Sequence
 
     Traffic: none.
     """
-    return _run(_CutToKnown, x, whole, axis, dim, tuple(sizes)) if axis.size > 1 else x
+    return _run(_CutToGathered, x, whole, axis, dim, tuple(sizes)) if axis.size > 1 else x

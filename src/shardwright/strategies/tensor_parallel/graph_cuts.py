@@ -121,8 +121,11 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     kept = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in held)
     # a constant or a buffer that code puts in the place of a parameter is whole
     kept |= {parameter.name for parameter, value in recording.assigned if value.kind}
-    recurrent = (each for each in model.named_modules() if isinstance(each[1], nn.RNNBase))
-    in_lists = kept.union(name for path, module in recurrent for name, _ in module.named_parameters(path))
+    in_lists = kept
+    for path, module in model.named_modules():
+        own = {name for name, _ in module.named_parameters(path)} if isinstance(module, nn.RNNBase) else ()
+        in_lists |= frozenset(own)
+        kept |= frozenset(own if own and module.proj_size else ())  # its state is no part of what each gate computes
     readers = readers_of(recording)
     if size == 1:
         return GraphCuts({}, readers, in_lists)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwright.analysis.recurrent_calls import GATES, Kind, RecurrentCall, recurrent_call
-from shardwright.comm.autograd import cut_to_known, cut_to_shared, cut_to_whole
+from shardwright.comm.autograd import cut_to_gathered, cut_to_shared, cut_to_whole
 from shardwright.sharding.tensor_part import is_in_blocks, part_of, tag, tagged
 from shardwright.strategies.tensor_parallel.call_plans import OperandChange
 from shardwright.strategies.tensor_parallel.ready_calls import CallHost
@@ -63,8 +63,8 @@ def recurrent_on_parts(host: RecurrentHost, function: Any, args: tuple[Any, ...]
     cuts = [] if call is None else [_cut_of(each, call.kind, host.axis.size) for each in call.weights]
     if call is None or cuts[0] is None or any(each != cuts[0] for each in cuts):
         return host.on_whole(function, args, named)
-    units = _UnitsOfRank(host, call.kind, cuts[0])
-    return units.cell(call) if call.is_cell else units.layers(call)
+    part = _RecurrentPart(host, call.kind, cuts[0])
+    return part.cell(call) if call.is_cell else part.layers(call)
 
 
 def _cut_of(weights: Sequence[Tensor], kind: Kind, size: int) -> bytes | None:
@@ -82,7 +82,7 @@ def _cut_of(weights: Sequence[Tensor], kind: Kind, size: int) -> bytes | None:
     return cut if fits and is_in_blocks(cut, size) else None
 
 
-class _UnitsOfRank:
+class _RecurrentPart:
     """The hidden units of recurrent layers that a rank computes: those that ``cut`` gives to it."""
 
     def __init__(self, host: RecurrentHost, kind: Kind, cut: bytes) -> None:
@@ -161,7 +161,7 @@ class _UnitsOfRank:
         return self.host.changed(x, OperandChange(0, "copy"), gradient_is_new=False)
 
     def _known(self, own: Tensor, whole: Tensor) -> Tensor:
-        return cut_to_known(own, whole, self.axis, own.dim() - 1, self.sizes)
+        return cut_to_gathered(own, whole, self.axis, own.dim() - 1, self.sizes)
 
     def _own(self, x: Tensor) -> Tensor:
         """Returns the elements of this rank's units, of a whole tensor or of a part, whose last dim has units."""
