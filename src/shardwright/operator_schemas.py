@@ -1,8 +1,8 @@
-"""Reads torch operators' schemas: which arguments a call writes to, and what a random operator returns."""
+"""Reads torch operators' schemas: what a call writes to, what its results are views of, what random calls return."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,33 @@ def written_arguments(function: Any, args: Sequence[Any], named: Mapping[str, An
     schema = getattr(function, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
+    return _aliased(schema, args, named, kind, lambda alias: alias.is_write)
+
+
+def viewed_arguments(function: Any, args: Sequence[Any], named: Mapping[str, Any], kind: type) -> list[Any]:
+    """Returns the arguments of type ``kind`` of which an operator's results are views, or which it returns itself.
+
+    ``args`` and ``named`` are the call's positional and keyword arguments.
+
+    >>> x, y = torch.zeros(2), torch.ones(2)
+    >>> [each is x for each in viewed_arguments(torch.ops.aten.add_.Tensor, (x, y), {}, Tensor)]
+    [True]
+    >>> viewed_arguments(torch.ops.aten.add.Tensor, (x, y), {}, Tensor)
+    []
+    """
+    schema = getattr(function, "_schema", None)
+    returned = {
+        name for each in getattr(schema, "returns", ()) if each.alias_info for name in each.alias_info.before_set
+    }
+    return _aliased(schema, args, named, kind, lambda alias: returned & alias.before_set) if returned else []
+
+
+def _aliased(
+    schema: Any, args: Sequence[Any], named: Mapping[str, Any], kind: type, is_meant: Callable[[Any], Any]
+) -> list[Any]:
     found: list[Any] = []
     for number, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if argument.alias_info is not None and is_meant(argument.alias_info):
             value = args[number] if number < len(args) else named.get(argument.name)
             found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
     return found

@@ -171,8 +171,9 @@ def check_own_code(graph: ModelGraph, factor: str, shared: Collection[str] = ())
         raise LayoutError(
             f"the model computes a sample's values from other samples of the batch, which '{factor}' cuts",
             given=f"{call.name} over the samples {where}, whose result goes back into each sample",
-            allowed="code that treats each sample alone, and BatchNorms of torch that are attributes of modules",
-            fix="make a BatchNorm an attribute, not an item of a plain list; or use GroupNorm, LayerNorm or one rank",
+            allowed="code that treats each sample alone, and BatchNorms of torch that are attributes, of all samples",
+            fix="make a BatchNorm an attribute, not an item of a plain list, and call it on all samples at once; "
+            "or use GroupNorm, LayerNorm or one rank",
         )
 
 

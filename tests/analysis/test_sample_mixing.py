@@ -46,6 +46,10 @@ def in_a_list(model, y):
     return model.hidden[0](y)
 
 
+def in_chunks(model, y):
+    return torch.cat([model.norm(each) for each in y.chunk(3)])
+
+
 def rotated(model, y):
     turned = torch.complex(y, y)
     return (turned - turned.mean(0)).abs()
@@ -58,7 +62,9 @@ MIXING = {
     "mm": Between(by_their_products),
     "native_batch_norm": Between(normalised),
     "native_batch_norm of a list": Between(in_a_list, hidden=[nn.BatchNorm1d(8, affine=False)]),
+    "native_batch_norm of each chunk": Between(in_chunks),
 }
+MIXING["native_batch_norm of each chunk"].norm = nn.BatchNorm1d(8)
 
 
 def inside_a_sample(model, y):
@@ -132,3 +138,19 @@ class Penalised(nn.Module):
 
 def test_sums_that_end_in_a_loss_mix_nothing():
     assert found_in(Penalised()) is None
+
+
+class TwoTowers(nn.Module):
+    """Normalizes two inputs one after the other: all samples of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x, y):
+        return (self.norm(self.layer(x)) * self.norm(self.layer(y))).sum(1)
+
+
+def test_a_batch_norm_of_all_samples_of_one_input_of_two_is_none_of_some_samples():
+    graph = ModelGraph(TwoTowers(), (torch.empty(8, 6), torch.empty(8, 6)))
+    assert graph.mixing_call(["norm"]) is None

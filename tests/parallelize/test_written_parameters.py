@@ -12,6 +12,7 @@ from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
 from shardwright.models.losses import MeanSquaredError
 from shardwright.parallelize import parallelize
+from shardwright.parallelize.planning import structural_copy
 
 
 class Masked(nn.Linear):
@@ -184,3 +185,32 @@ def test_freezing_the_parameters_of_a_run_is_refused(line):
             run.step(next(run.shard([batch])))
 
     launch(work, Layout.parse(line).num_ranks, ranks="threads")
+
+
+class Adds(nn.Module):
+    """Writes into activations, and into a matrix that it makes, with parameters as operands: it writes to none."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16, bias=False), nn.Linear(16, 16)
+        self.places, self.below = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(120) / 10)
+        self.register_buffer("at", torch.tril_indices(16, 16, -1))
+
+    def forward(self, x):
+        h = self.first(x)
+        h += self.places
+        h += self.last(h.clone())
+        matrix = self.below.new_zeros(16, 16)
+        matrix[self.at[0], self.at[1]] = self.below
+        matrix.fill_diagonal_(1.0)
+        return torch.relu_(h @ matrix)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("line", ["dp2/zero3", "bf16 dp2", "tp2x2/2d"])
+def test_a_parameter_of_which_the_elements_are_added_to_others_in_place_is_not_written(line):
+    torch.manual_seed(0)
+    made = Adds()
+    assert written_parameters(record_forward(structural_copy(made).to("meta"), torch.empty(2, 16, device="meta"))) == {}
+    verdict = verify(made, line, batches(), loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)

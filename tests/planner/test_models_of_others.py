@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
+from shardwright.cost.cluster import Cluster
 from shardwright.ledger import measure_memory
 from shardwright.parallelize.auto import num_shares
 
@@ -60,6 +62,27 @@ class HasEmpty(nn.Module):
         return self.last(torch.relu(self.first(x))) + self.none.sum(0)
 
 
+class Checkpoints(nn.Module):
+    """Runs its layers again in the backward itself, by torch's function for that."""
+
+    def __init__(self, reentrant=None, width=32):
+        super().__init__()
+        self.table, self.head = nn.Embedding(37, width), nn.Linear(width, 37)
+        self.queries = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(3))
+        self.reentrant = reentrant
+
+    def layer(self, of_queries, x):
+        q, k, v = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in of_queries(x).chunk(3, -1))
+        return x + functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+
+    def forward(self, x):
+        h = self.table(x)
+        for each in self.queries:
+            again = self.reentrant is not None
+            h = checkpoint(self.layer, each, h, use_reentrant=self.reentrant) if again else self.layer(each, h)
+        return self.head(h)
+
+
 TOKENS = torch.arange(64).reshape(8, 8) % 37
 
 
@@ -71,6 +94,18 @@ def test_stages_of_torchs_encoders_and_of_mixtures_are_priced(model, line):
     assert plans.best.step_s > 0
     verdict = sw.verify(model(), line, [(TOKENS, TOKENS)])
     assert verdict.equal, str(verdict)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_attention_that_a_checkpoint_of_the_models_own_runs_again_is_priced_as_attention(reentrant):
+    tokens = TOKENS.repeat(1, 16)  # where scores of all tokens with all would be most of the memory
+    cluster = Cluster.parse("a100-80gb:1x2")
+    plain, again = (
+        sw.plan_layouts(Checkpoints(kind), cluster, (tokens, tokens), layout="dp2").best for kind in (None, reentrant)
+    )
+    assert again.memory[0].by_kind["activations"] < plain.memory[0].by_kind["activations"]
+    assert plain.step_s < again.step_s < 1.5 * plain.step_s
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.analysis.operator_results import tensors_of
+from shardwright.rng import with_names
 
 MOVES: Mapping[str, Callable[..., Any]] = {"cpu": Tensor.cpu, "cuda": Tensor.cuda, "to": Tensor.to}
 """The tensor methods that move a tensor to a device, by name. A ``to`` that also changes the dtype keeps that part."""
@@ -156,6 +157,21 @@ def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dic
     return mark_made(function(*args, **named), args)
 
 
+def _under_modes(function: Callable[..., Any], check: str) -> Callable[..., Any]:
+    """Returns a copy of a function of torch that no mode is given, so that modes which are on stay on while it runs.
+
+    ``check`` is the name by which the function's code asks whether a mode is on.
+    """
+    asks = check in function.__code__.co_names
+    return with_names(function, **{check: lambda _: False}) if asks else function
+
+
+_BACKWARDS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    torch.autograd.backward: _under_modes(torch.autograd.backward, "has_torch_function"),
+    Tensor.backward: _under_modes(Tensor.backward, "has_torch_function_unary"),
+}
+"""The functions that run a backward, each with a copy during which modes are on."""
+
 _OF_PACKED = frozenset((
     torch._C._VariableFunctions._pack_padded_sequence, torch._C._VariableFunctions._pad_packed_sequence,
     torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
@@ -226,6 +242,9 @@ class IgnoresDeviceMoves(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in _BACKWARDS:
+            with self:  # what a checkpoint recomputes in a backward calls functions as the forward does
+                return _BACKWARDS[func](*args, **(kwargs or {}))
         # also x.shape and the like: most of all calls
         is_replaced = func in self._instead
         if not kwargs and len(args) == 1 and type(args[0]) in _PLAIN and func not in _MOVES and not is_replaced:

@@ -28,8 +28,8 @@ def written_parameters(recording: Recording) -> dict[str, str]:
         for use in call.written:
             if use in names:
                 found.setdefault(names[use], call.module)
-        returns = getattr(getattr(call.function, "_schema", None), "returns", ())
-        viewed = next((names[use] for use in call.operands if use in names), None)
-        if viewed is not None and any(each.alias_info is not None for each in returns):
-            names |= {use: viewed for use in call.results if use not in names}
+        if not names.keys().isdisjoint(call.operands):
+            viewed = next((names[use] for use in call.viewed if use in names), None)
+            if viewed is not None:
+                names |= {use: viewed for use in call.results if use not in names}
     return found

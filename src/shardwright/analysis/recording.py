@@ -25,7 +25,7 @@ from shardwright.analysis.meta_values import MetaValues, view_key
 from shardwright.analysis.module_log import ParameterUse
 from shardwright.analysis.operator_results import check_not_nested, leaves_of, map_tensors, tensors_of
 from shardwright.analysis.recurrent_calls import recurrent_call, with_states
-from shardwright.operator_schemas import written_arguments
+from shardwright.operator_schemas import viewed_arguments, written_arguments
 
 WHOLE_CALLS: dict[Callable[..., Any], tuple[str, ...]] = {
     functional.scaled_dot_product_attention: ("query", "key", "value"),
@@ -98,6 +98,11 @@ class RecordedCall:
     def written(self) -> list[TensorUse]:
         """The tensors among the arguments that the operator writes to, as its schema says."""
         return written_arguments(self.function, self.args, self.named, TensorUse)
+
+    @property
+    def viewed(self) -> list[TensorUse]:
+        """The tensors among the arguments of which the results are views, or which are the results, by its schema."""
+        return viewed_arguments(self.function, self.args, self.named, TensorUse)
 
     @property
     def statistics(self) -> list[TensorUse]:

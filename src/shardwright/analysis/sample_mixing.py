@@ -88,8 +88,9 @@ BATCH_NORM_CALLS = (
 def mixing_call(recording: Recording, axes: RunAxes, shared: Collection[str]) -> RecordedCall | None:
     """Returns the first operator that mixes samples and whose result goes back into each sample, or None.
 
-    ``shared`` names the BatchNorms that may mix samples, because ranks add up their statistics. A sum that ends in one
-    number, such as a loss, does not count, and neither do sums of integers, such as counts and positions.
+    ``shared`` names the BatchNorms that may mix samples, because ranks add up their statistics; not those that are
+    called on some of the samples. A sum that ends in one number, such as a loss, does not count, and neither do sums of
+    integers, such as counts and positions.
 
     >>> import torch
     >>> from torch import nn
@@ -106,7 +107,9 @@ def mixing_call(recording: Recording, axes: RunAxes, shared: Collection[str]) ->
     norms = (
         call
         for call in recording.calls
-        if call.name in BATCH_NORM_CALLS and call.module not in shared and _normalises_samples(call, axes, samples)
+        if call.name in BATCH_NORM_CALLS
+        and _normalises_samples(call, axes, samples)
+        and (call.module not in shared or _normalises_some(call, recording, axes))
     )
     found = [*_sums(recording, axes)[1][:1], *norms]
     return min(found, key=recording.calls.index, default=None)
@@ -407,3 +410,13 @@ def _normalises_samples(call: RecordedCall, axes: RunAxes, samples: Collection[D
     over = [leaf for place, axis in enumerate(axes.of(call.operands[0])) if place != 1 for leaf in leaves(axis)]
     is_training = "_no_stats" in str(call.function) or call.argument(5, "training", False)
     return bool(is_training) and any(leaf in samples for leaf in over)
+
+
+def _normalises_some(call: RecordedCall, recording: Recording, axes: RunAxes) -> bool:
+    """Whether a batch norm takes its statistics over some of the samples, as a ghost BatchNorm does over each chunk.
+
+    The chunks of a rank's samples are not those of the whole batch.
+    """
+    over = {leaf for place, axis in enumerate(axes.of(call.operands[0])) if place != 1 for leaf in leaves(axis)}
+    each = (axes.of_samples([given]) for given in recording.inputs)
+    return any(samples & over and samples - over for samples in each)

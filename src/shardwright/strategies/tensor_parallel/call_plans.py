@@ -228,10 +228,7 @@ class _Planning:
 
         What is written to a tensor in ``lost`` is lost.
         """
-        returns = getattr(getattr(call.function, "_schema", None), "returns", ())
-        if any(each.alias_info for each in returns) and (self.lost | gathered).intersection(
-            map(self.slot, call.operands)
-        ):
+        if (self.lost | gathered).intersection(map(self.slot, call.viewed)):
             self.lost.update(map(self.slot, call.results))
 
     def _on_parts(self, call: RecordedCall, relation: DimRelation, slots: Sequence[int], gathered: set[int]) -> None:
