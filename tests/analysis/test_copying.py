@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -332,6 +333,55 @@ class Listed(nn.Module):
 class ReadsItself(Listed):
     def forward(self, x):
         return x * self.instances[-1].gain
+
+
+class Keeps(nn.Module):
+    """A neuron that keeps its membrane; a utility resets all that there are."""
+
+    instances: ClassVar[list[nn.Module]] = []
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("membrane", torch.zeros(1, 6))
+        Keeps.instances.append(self)
+
+    def forward(self, x):
+        self.membrane = 0.5 * self.membrane + x
+        return self.membrane
+
+
+def resets_all():
+    for each in Keeps.instances:
+        each.membrane = torch.zeros_like(each.membrane)
+
+
+UTILITIES = SimpleNamespace(reset=resets_all)
+"""Stands for an imported module, whose functions no search reads."""
+
+
+class Spiking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.neuron = nn.Linear(6, 6), Keeps()
+
+    def forward(self, x):
+        UTILITIES.reset()
+        return self.neuron(self.neuron(self.layer(x)))
+
+
+@pytest.mark.parametrize("kind", ["verify", "parallelize"])
+def test_a_forward_that_resets_what_a_class_keeps_of_the_callers_model_is_refused_and_the_model_runs_on(kind):
+    Keeps.instances.clear()
+    model = Spiking()
+
+    def used():
+        if kind == "verify":
+            return verify(model, "single", [batch()], loss=LOSS)
+        return launch(lambda world: parallelize(model, "dp2", world, loss=LOSS, example=batch()[0]), 2, ranks="threads")
+
+    with pytest.raises((PlanError, RankFailedError), match=r"has used the model itself: 'neuron\.membrane'"):
+        used()
+    assert model(torch.ones(2, 6)).device.type == "cpu"
 
 
 def through(function):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from shardwright.analysis.guards import answer_of_guard
 from shardwright.analysis.operator_results import check_ends, map_tensors, run_on_meta, tensors_of
 from shardwright.dispatch_mode import DispatchMode, is_collective
 from shardwright.mesh import balanced
@@ -102,10 +103,11 @@ class MetaValues(DispatchMode):
 
     An operator on tensors of both the CPU and the meta device runs on meta. A random operator draws nothing: on the CPU
     its numbers are 0.5 (integers 0), on meta they have no values. A subclass can override :meth:`ran` to see the
-    operators. If ``guess`` is given, it is the answer to every yes-or-no condition on values that are known only
-    in a real run; such conditions mostly check the inputs. While ``selects_all`` is set, masks that are known only in
-    a real run count as true everywhere, and so do conditions without a ``guess``: code that selects by them, as the
-    loop over the experts of a mixture does, selects everything. A number that only a real run has is then 1.
+    operators. If ``guess`` is given, it is the answer to every yes-or-no condition on values that are known only in a
+    real run, but where one of the answers leads to a ``raise`` at once: then it is the other one. While ``selects_all``
+    is set, masks that are known only in a real run count as true everywhere, and so do conditions without a ``guess``:
+    code that selects by them, as the loop over the experts of a mixture does, selects everything. A number that only a
+    real run has is then 1.
     With ``spread``, the indices of the largest elements, where only a real run has them, are each of the indices as
     often: the router of a mixture then sends each expert as many tokens, which is what a step's cost is stated for.
 
@@ -278,7 +280,11 @@ class MetaValues(DispatchMode):
         if name in _READS:
             if not known:
                 self.read(given[0])
-            if not known and self._guess is not None and (name == "equal" or given[0].dtype is torch.bool):
+            is_condition = not known and (name == "equal" or given[0].dtype is torch.bool)
+            goes_on = answer_of_guard() if is_condition else None
+            if goes_on is not None:
+                return goes_on
+            if is_condition and self._guess is not None:
                 self.num_guessed += 1
                 check_ends(self.num_guessed)
                 return self._guess
@@ -286,7 +292,7 @@ class MetaValues(DispatchMode):
                 self.num_selected += 1
                 check_ends(self.num_selected)
                 self.selected()
-                if name == "equal" or given[0].dtype is torch.bool:
+                if is_condition:
                     return True
                 self.num_numbers += 1
                 return torch.ones((), dtype=given[0].dtype).item()

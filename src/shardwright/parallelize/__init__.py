@@ -20,6 +20,7 @@ from torch import nn
 from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
 from shardwright.analysis.copying import check_apart
 from shardwright.analysis.draws import Draws
+from shardwright.analysis.left_untouched import left_untouched
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
@@ -158,7 +159,7 @@ def parallelize(
     given, loss = loss, copied_loss(loss_for(loss, model))
     check_loss(loss)
     follow_settings(given, loss)
-    with PLANNING:
+    with PLANNING, left_untouched(model):
         own = structural_copy(model)
         check_apart(model, own)
         if num_tokens is None:

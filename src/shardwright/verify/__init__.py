@@ -4,7 +4,7 @@ The reference is a copy of the plain model, made before any strategy sees it and
 plain torch in one process, on the whole batch at once. If microbatches have batch statistics of their own, it takes
 them one after the other and accumulates gradients. Only the random numbers that the forward draws are the library's,
 since different dropout masks would hide every other difference. The caller's model must come out as it went in, or the
-comparison is an error: see ``check_untouched``.
+comparison is an error: see ``analysis/left_untouched.py``.
 
 The error of a gradient is its largest absolute difference divided by its largest absolute entry, but never by less than
 1e-3 (``FLOOR``) times that of all gradients, or 0.1 (``NARROW_FLOOR``) times for a layout in bf16 or fp16: a gradient
@@ -53,6 +53,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.copying import check_apart
+from shardwright.analysis.left_untouched import left_untouched
 from shardwright.analysis.marked_inputs import unmarked
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import cloned
@@ -244,26 +245,26 @@ def _compared(
     roles: Mapping[str, str], seconds: Mapping[str, float], dtype: torch.dtype,
 ) -> Verdict:  # fmt: skip
     """Returns the verdict of a comparison in ``dtype``."""
-    before, plain = _marks(model), structural_copy(model, partial(_cast, dtype))
-    check_apart(model, plain)
-    batches = [tree_map_only(Tensor, partial(_cast, dtype), batch) for batch in batches]
-    job = job_for(plain, loss, layout, batches[0][0], tokens_of(batches[0][0], layout), roles)
-    job = job._replace(seconds=seconds)
-    plan, _ = make_plan(job, layout, strategies)  # raises LayoutError before any rank starts
-    check_trains(plan)
-    draws = job.graph.draws if job.graph is not None else None
-    unrecorded = job.graph.failure_of_own_code if job.graph is not None else ""
-    expected = reference(plain, loss, batches, seed, plan, draws, unrecorded=unrecorded)
-    work = (plain, layout, batches, loss, seed, expected.eps, job.roles, job.seconds)
-    if launcher is not None:
-        found = launcher(_rank, *work, strategies, alter)
-    elif ranks == "processes":
-        assert alter is None, "threads only"
-        assert strategies is None, "threads only"
-        found = launch(_rank, layout, *work, ranks="processes", debug=True)
-    else:
-        found = launch(_rank, layout, *work, strategies, alter, ranks="threads")
-    check_untouched(model, before)
+    with left_untouched(model):
+        plain = structural_copy(model, partial(_cast, dtype))
+        check_apart(model, plain)
+        batches = [tree_map_only(Tensor, partial(_cast, dtype), batch) for batch in batches]
+        job = job_for(plain, loss, layout, batches[0][0], tokens_of(batches[0][0], layout), roles)
+        job = job._replace(seconds=seconds)
+        plan, _ = make_plan(job, layout, strategies)  # raises LayoutError before any rank starts
+        check_trains(plan)
+        draws = job.graph.draws if job.graph is not None else None
+        unrecorded = job.graph.failure_of_own_code if job.graph is not None else ""
+        expected = reference(plain, loss, batches, seed, plan, draws, unrecorded=unrecorded)
+        work = (plain, layout, batches, loss, seed, expected.eps, job.roles, job.seconds)
+        if launcher is not None:
+            found = launcher(_rank, *work, strategies, alter)
+        elif ranks == "processes":
+            assert alter is None, "threads only"
+            assert strategies is None, "threads only"
+            found = launch(_rank, layout, *work, ranks="processes", debug=True)
+        else:
+            found = launch(_rank, layout, *work, strategies, alter, ranks="threads")
     narrow = compute_dtype(dtype, plan.layout)
     given = (plain, loss, batches, seed, plan, draws)
     device = next((each.device for each in found if each.device != "cpu"), "cpu")
@@ -334,37 +335,6 @@ def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return tensor.to(dtype.to_complex(), copy=True)
     return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
-
-
-def _marks(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Returns ids and version counters of a model's tensors and gradients, which change if code trains the model."""
-    tensors = [(name, each) for named in (model.named_parameters, model.named_buffers) for name, each in named()]
-    pairs = ((name, (each, *([] if each.grad is None else [each.grad]))) for name, each in tensors)
-    return {n: tuple(x for t in pair for x in (id(t), 0 if t.is_inference() else t._version)) for n, pair in pairs}
-
-
-def check_untouched(model: nn.Module, before: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises PlanError if the caller's model was written to, because then both sides of the comparison used it.
-
-    ``before`` has, by name, the ids and version counters of the model's tensors and gradients before the comparison.
-
-    >>> layer = nn.Linear(2, 2)
-    >>> before = _marks(layer)
-    >>> layer(torch.ones(2)).sum().backward()
-    >>> check_untouched(layer, before)
-    Traceback (most recent call last):
-    shardwright.errors.PlanError: code in a copy of the model has used the model itself: 'weight' has changed
-      ...
-    """
-    after = _marks(model)
-    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    if changed:
-        raise PlanError(
-            f"code in a copy of the model has used the model itself: '{changed[0]}' has changed",
-            given=f"{len(changed)} parameters or buffers that the steps wrote to, or gave a gradient",
-            allowed="models whose copies are models of their own",
-            fix="reach modules and tensors by attributes of modules, and not by global names",
-        )
 
 
 def _buffer_errors(plan: Plan, expected: TrainingOutcome, found: Mapping[int, Named]) -> dict[str, float]:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
+from shardwright.analysis.call_graph import weights_by_module
 from shardwright.analysis.forward_record import ForwardRecord
 from shardwright.analysis.torch_loops import KNOWN_LOOPS
 
@@ -17,14 +18,16 @@ def opened_modules(
     """Returns the names of the modules in which a stage may begin: the calls that their code makes are the events.
 
     Those are modules whose call takes more than ``finest`` of an even chunk's work, those around ``names``, and those
-    that compute from the inputs alone; none of torch's layers, and none in ``closed``.
+    that compute from the inputs alone; none of torch's layers, none in ``closed``, and none that calls no module with
+    weights, since no stage could begin inside.
     """
     share = record.scopes[0].cost.work / num_chunks
     found = {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(len(parts))}
-    children = {scope.caller for scope in record.scopes}
+    weighted = {path for path, inside in weights_by_module(model).items() if inside}
+    callers = {0, *(scope.caller for scope in record.scopes if scope.path in weighted)}
     for number, scope in enumerate(record.scopes):
         module = model.get_submodule(scope.path)
-        if scope.path in closed or number not in children or is_layer_of_torch(module):
+        if scope.path in closed or number not in callers or is_layer_of_torch(module):
             continue
         is_called = scope.caller < 0 or record.scopes[scope.caller].path in found
         if is_called and (scope.caller < 0 or scope.cost.work > share * finest):
