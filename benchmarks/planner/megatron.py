@@ -91,8 +91,11 @@ def block_forward(tokens: int, samples: int, seq: int, hidden: int, heads: int, 
     return products, num_bytes
 
 
-def step_s(run: Run, constants: Constants, *, sends: bool = True) -> float:
-    """Returns the predicted seconds of a step; without ``sends``, as if its messages took no time."""
+def step_s(run: Run, constants: Constants, *, sends: bool = True, moves: bool = True) -> float:
+    """Returns the predicted seconds of a step.
+
+    Without ``sends`` it is as if messages took no time; without ``moves``, all but matrix products and messages.
+    """
     row, parallel = run.row, run.row["parallel"]
     hidden, layers, heads, seq = run.model
     tp, dp, pp, samples = parallel["tp"], parallel["dp"], parallel["pp"], parallel["micro_batch"]
@@ -105,14 +108,15 @@ def step_s(run: Run, constants: Constants, *, sends: bool = True) -> float:
         return sum(operator_s(each, device, constants) for each in records)
 
     def moved(num_bytes: float) -> float:
-        return operator_s(OperatorRecord("memory", 0, int(num_bytes)), device, constants)
+        return operator_s(OperatorRecord("memory", 0, int(num_bytes)), device, constants) if moves else 0.0
 
     products, num_bytes = block_forward(tokens, samples, seq, hidden, heads, tp)
     forward = of(products) + moved(num_bytes)
     backward = of([b for each in products for b in backward_of(each)]) + moved(2 * num_bytes)
     sums = 2 * MESSAGE_STARTS * (tp > 1)  # two all-reduces in a forward, as in a backward
     starts = ((forward, A_PASS + sums), (backward, 2 * A_PASS + sums))
-    forward, backward = (smooth_max(seconds, number * constants.launch_s) for seconds, number in starts)
+    launch_s = constants.launch_s if moves else 0.0
+    forward, backward = (smooth_max(seconds, number * launch_s) for seconds, number in starts)
 
     def message_s(kind: str, num_bytes: float, ranks: Sequence[int]) -> float:
         return cluster.message_s(kind, num_bytes, ranks) if sends else 0.0
@@ -132,4 +136,4 @@ def step_s(run: Run, constants: Constants, *, sends: bool = True) -> float:
     if pp > 1:  # the tied table's gradient, between the first stage and the last
         gradients_s += message_s("all_reduce", HALF * vocabulary * hidden / tp, (0, (pp - 1) * dp * tp))
     update = OPTIMIZER_BYTES * parameters / (device.memory_bytes_per_s * constants.memory_efficiency)
-    return body + gradients_s + update + constants.step_s
+    return body + gradients_s + (update + constants.step_s if moves else 0.0)

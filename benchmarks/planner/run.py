@@ -9,6 +9,7 @@ import json
 import random
 import statistics
 import sys
+from operator import mul
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -139,17 +140,17 @@ def anchored(rows, question, done):
     """
     groups = {}
     for run, constants in done:
-        groups.setdefault(run.group, []).append((run, *parts_of(run, constants)))
+        groups.setdefault(run.group, []).append((run, parts_of(run, constants)))
     for number in ANCHORS:
         draw, found, within, stated = random.Random(SEED), [], [], []
         for group in (each for each in groups.values() if len(each) > max(ANCHORS)):
             for _ in range(DRAWS):
                 chosen = draw.sample(range(len(group)), number)
-                scale = factors_of([(a, b, run.seconds) for run, a, b in (group[i] for i in chosen)])
+                scale = factors_of([(parts, run.seconds) for run, parts in (group[i] for i in chosen)])
                 share = utilisation([group[i][0] for i in chosen])
                 stated.append(scale.error)
-                for run, a, b in (each for i, each in enumerate(group) if i not in chosen):
-                    predicted = scale.operators * a + scale.messages * b
+                for run, parts in (each for i, each in enumerate(group) if i not in chosen):
+                    predicted = sum(map(mul, scale.factors, parts))
                     found.append((run, predicted, run.flops / (312e12 * share)))
                     low, high = predicted / (1 + scale.error), predicted / (1 - scale.error)
                     within.append(low <= run.seconds <= high)
@@ -160,9 +161,9 @@ def anchored(rows, question, done):
 
 
 def parts_of(run, constants):
-    """The predicted seconds of a run's operators, and of its messages."""
-    alone = step_s(run, constants, sends=False)
-    return alone, step_s(run, constants) - alone
+    """The predicted seconds of a run's matrix products, of its other operators, and of its messages."""
+    products, alone = (step_s(run, constants, sends=False, moves=moves) for moves in (False, True))
+    return products, alone - products, step_s(run, constants) - alone
 
 
 def synthetic():

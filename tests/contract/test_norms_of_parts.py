@@ -12,7 +12,11 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
+from shardwright.comm.launch import run_on_threads
+from shardwright.mesh import Mesh
 from shardwright.models.losses import CrossEntropy
+from shardwright.sharding.tensor_part import part_of, tag
+from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
 from shardwright.verify import verify
 
 LINES = ["tp2", "tp3", "tp2 mb2", "dp2/zero1 tp2", "dp2/zero3 tp2", "pp2 mb2 tp2", "tp2 recompute:full"]
@@ -71,7 +75,30 @@ class Normed(nn.Module):
         return x + self.down(torch.relu(self.up(torch.relu(x))))
 
 
+class ByHand(nn.Module):
+    """Convolutions with a norm over the channels between them, as code writes it itself."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.up, self.down, self.how = nn.Conv1d(6, 24, 3, padding=1), nn.Conv1d(24, 6, 3, padding=1), how
+        self.gain = nn.Parameter(torch.rand(1, 24, 1) + 0.5)
+
+    def forward(self, x):
+        return x + self.down(functional.silu(self.how(self.up(x)) * self.gain))
+
+
+BY_HAND = {
+    "normalize": lambda h: functional.normalize(h, dim=1) * 24**0.5,
+    "var and mean": lambda h: (h - h.mean(1, keepdim=True)) * (h.var(1, unbiased=False, keepdim=True) + 1e-5).rsqrt(),
+    "std": lambda h: h / (torch.std(h, dim=1, keepdim=True) + 0.1),
+    "var_mean": lambda h: (lambda var, mean: (h - mean) / (var + 1e-5).sqrt())(*torch.var_mean(h, 1, keepdim=True)),
+    "std_mean": lambda h: (lambda std, mean: (h - mean) / (std + 1e-5))(*torch.std_mean(h, 1, keepdim=True)),
+    "norm": lambda h: h / h.norm(dim=1, keepdim=True).clamp(min=1e-6),
+    "norm of two": lambda h: h / torch.norm(h, 2, 1).add(1.0).unsqueeze(1),
+    "vector norm": lambda h: h / (torch.linalg.vector_norm(h, dim=(1, 2), keepdim=True) + 1e-6),
+}
 KINDS = {
+    **{name: lambda how=how: ByHand(how) for name, how in BY_HAND.items()},
     "weights with norms": lambda: Normed(parametrizations.weight_norm),
     "weights with norms, by hooks": lambda: Normed(hooked_weight_norm),
     "feedforward": Feedforward,
@@ -101,3 +128,39 @@ def test_a_model_with_such_norms_keeps_all_promises(line, check):
     blocks = (Feedforward(WIDTH) for _ in range(2))
     model = nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, nn.Linear(WIDTH, WORDS))
     check(line, OwnCase("norms", model, CrossEntropy(), num_tokens=TOKENS))
+
+
+@pytest.mark.parametrize(
+    "function", [functional.normalize, lambda x: x / (x.std(1, keepdim=True) + 1), lambda x: x.norm()]
+)
+def test_a_norm_of_zeros_has_no_gradient_that_is_no_number(function):
+    x = torch.zeros(2, 4)
+
+    def work(axes):
+        part = x[:, 2 * axes["tp"].index :][:, :2].clone().requires_grad_()
+        tag(part, part_of((2, 4), (None, bytes([0, 0, 1, 1]))))
+        with PartsMode(axes["tp"]):
+            found = function(part).sum()
+        found.backward()
+        return part.grad
+
+    assert all(not each.isnan().any() for each in run_on_threads(Mesh(tp=2), work))
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: functional.normalize(x, p=1.0, dim=1), lambda x: x.norm(p=1, dim=1),
+    lambda x: x.to(torch.complex64).norm(dim=1),
+    lambda x: torch.linalg.vector_norm(x, dim=1, dtype=torch.float64), lambda x: torch.linalg.norm(x, ord=2),
+])  # fmt: skip
+def test_other_norms_of_parts_are_those_of_the_whole(function):
+    x = torch.randn(3, 4)
+
+    def work(axes):
+        part = x[:, 2 * axes["tp"].index :][:, :2].clone()
+        tag(part, part_of((3, 4), (None, bytes([0, 0, 1, 1]))))
+        with PartsMode(axes["tp"]) as mode:
+            found = function(part)
+        return mode.whole(found)
+
+    for found in run_on_threads(Mesh(tp=2), work):
+        torch.testing.assert_close(found, function(x))

@@ -34,15 +34,36 @@ def test_one_run_scales_all_and_the_layout_that_ran_takes_its_seconds():
     assert {row["source"] for row in found.constants() if row["name"].startswith("anchored")} == {"fitted"}
 
 
-def test_two_runs_tell_operators_from_messages():
-    price = plans().best
-    known = [price._replace(waterfall={"matmul": a, "dp": b, "bubble": 0.0}, step_s=a + b) for a, b in ((4, 1), (3, 3))]
-    true = TimeScale(1.2, 2.0)
-    found = scale_of([(each, true.of(each).step_s) for each in known])
-    assert 1.1 < found.operators < 1.4 < found.messages  # between the true factors and one common to both
-    common = scale_of([(known[0], true.of(known[0]).step_s)])
-    off = [abs(each.of(known[1]).step_s / true.of(known[1]).step_s - 1) for each in (found, common)]
-    assert off[0] < off[1] / 2
+def priced(**waterfall):
+    """A price whose step takes these seconds."""
+    return plans().best._replace(waterfall=waterfall, step_s=sum(waterfall.values()))
+
+
+MUCH_TP = {"matmul": 6, "tp": 4}
+TRUE = {
+    "messages": (TimeScale(1.0, 1.0, 2.0), {"matmul": 4, "dp": 1}, {"matmul": 3, "dp": 3}, {"matmul": 2, "dp": 4}),
+    "fused": (
+        TimeScale(1.0, 0.4, 1.0), {"matmul": 9, "memory": 1}, {"matmul": 6, "memory": 4}, {"attention": 5, "memory": 5}
+    ),
+    "all": (TimeScale(3.0, 3.0, 3.0), {"matmul": 9, "memory": 1, "bubble": 2}, MUCH_TP, {"matmul": 1, "tp": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("what", TRUE)
+def test_two_runs_tell_what_takes_longer_or_less_long_than_predicted(what):
+    true, *known, other = (priced(**each) if isinstance(each, dict) else each for each in TRUE[what])
+    runs = [(each, true.of(each).step_s) for each in known]
+    both, one = scale_of(runs), scale_of(runs[:1])
+    off = [abs(each.of(other).step_s / true.of(other).step_s - 1) for each in (both, one)]
+    assert off[0] < 0.2
+    assert off[0] < 0.7 * off[1] or what == "all"
+
+
+def test_a_bubble_takes_as_much_longer_as_the_operators_of_a_stage():
+    found = TimeScale(2.0, 1.0, 5.0).of(priced(matmul=1.0, memory=3.0, bubble=4.0, tp=1.0))
+    assert found.waterfall == {"matmul": 2.0, "memory": 3.0, "bubble": 5.0, "tp": 5.0}
+    assert found.step_s == 15.0
 
 
 @pytest.mark.parametrize("text", ["dp2", "=3", "dp2=fast", "dp2=-1"])

@@ -11,8 +11,10 @@ from shardwright.errors import PlanError
 
 
 @contextmanager
-def left_untouched(model: nn.Module) -> Iterator[None]:
+def left_untouched(model: nn.Module, *, replaced_only: bool = False) -> Iterator[None]:
     """Returns a context in which copies of a model run; at its end it is an error if the model itself was written to.
+
+    With ``replaced_only`` it is one if tensors or gradients of it were replaced: copies may share its memory then.
 
     Code writes to it that reaches a module otherwise than by the modules around it: by a global name, or by a list in
     which a class keeps all modules that it has made. Buffers that were replaced are put back. If the code raised an
@@ -27,27 +29,28 @@ def left_untouched(model: nn.Module) -> Iterator[None]:
     shardwright.errors.PlanError: code in a copy of the model has used the model itself: 'weight' has changed
       ...
     """
-    before, buffers = _marks(model), [(module, dict(module._buffers)) for module in model.modules()]
+    before = _marks(model, replaced_only)
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
     try:
         yield
     except Exception as failure:
-        _check(model, before, buffers, failure)
+        _check(model, before, _marks(model, replaced_only), buffers, failure)
         raise
-    _check(model, before, buffers, None)
+    _check(model, before, _marks(model, replaced_only), buffers, None)
 
 
-def _marks(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def _marks(model: nn.Module, replaced_only: bool) -> dict[str, tuple[int, ...]]:
     """Returns ids and version counters of a model's tensors and gradients, which change if code trains the model."""
     tensors = [(name, each) for named in (model.named_parameters, model.named_buffers) for name, each in named()]
     pairs = ((name, (each, *([] if each.grad is None else [each.grad]))) for name, each in tensors)
-    return {n: tuple(x for t in pair for x in (id(t), 0 if t.is_inference() else t._version)) for n, pair in pairs}
+    return {n: tuple(x for t in pair for x in (id(t), 0 if replaced_only or t.is_inference() else t._version))
+            for n, pair in pairs}  # fmt: skip
 
 
 def _check(
-    model: nn.Module, before: Mapping[str, tuple[int, ...]], buffers: list[tuple[nn.Module, dict[str, Tensor | None]]],
-    failure: Exception | None,
+    model: nn.Module, before: Mapping[str, tuple[int, ...]], after: Mapping[str, tuple[int, ...]],
+    buffers: list[tuple[nn.Module, dict[str, Tensor | None]]], failure: Exception | None,
 ) -> None:  # fmt: skip
-    after = _marks(model)
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     if not changed:
         return

@@ -194,14 +194,17 @@ def _convolution(call: RecordedCall, a: DimLetters) -> Any:
 
 
 @_rule("sum", "mean", "var", "std", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "_is_all_true",
-      "logsumexp", "prod", "norm", "linalg_vector_norm", "median", "var_mean")  # fmt: skip
+      "logsumexp", "prod", "norm", "linalg_vector_norm", "median", "var_mean", "std_mean")  # fmt: skip
 def _reduce(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
     given = call.argument(2 if call.name in ("norm", "linalg_vector_norm") else 1, "dim")
     if given is None or given == []:
         given = range(len(x))
     over = {d % len(x) for d in ([given] if isinstance(given, int) else given)} if x else set()
-    role = Role.SUM if call.name in ("sum", "mean") else Role.WHOLE
+    is_norm = call.name in _VARIANCES or (call.name == "linalg_vector_norm" and call.argument(1, "ord", 2) == 2)
+    role = Role.SUM if call.name in ("sum", "mean") else Role.NORM if is_norm else Role.WHOLE
+    if is_norm and 0 in over:  # over samples, or over all of a weight
+        role = Role.WHOLE
     own = tuple(a.new(n, role if d in over else Role.SAME) for d, n in enumerate(x))
     outs: list[Dims] = []
     for r in call.results:
@@ -210,6 +213,9 @@ def _reduce(call: RecordedCall, a: DimLetters) -> Any:
         else:
             outs.append(tuple(dim for d, dim in enumerate(own) if d not in over))
     return [own, *(a.of(v.shape, Role.WHOLE) for v in call.operands[1:])], outs
+
+
+_VARIANCES = frozenset(("var", "var_mean", "std", "std_mean"))
 
 
 def _along(number: int) -> Rule:

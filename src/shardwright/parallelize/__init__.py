@@ -159,7 +159,7 @@ def parallelize(
     given, loss = loss, copied_loss(loss_for(loss, model))
     check_loss(loss)
     follow_settings(given, loss)
-    with PLANNING, left_untouched(model):
+    with PLANNING, left_untouched(model, replaced_only=True):
         own = structural_copy(model)
         check_apart(model, own)
         if num_tokens is None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import log, sqrt
+from operator import mul
 from typing import NamedTuple
+
+import numpy as np
 
 from shardwright.axes import layout_axes
 from shardwright.cost.cluster import constants_of
@@ -14,11 +17,18 @@ from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.planner.price import Price
 
-WIDTH = 0.3
-"""The expected difference of a factor of :class:`TimeScale` from the mean ratio of measured to predicted steps.
+SPREAD = (0.1, 0.6, 0.3)
+"""How far the factors of :class:`TimeScale` are expected to be from one another: those of products, memory, messages.
 
-It is relative to that ratio.
+Chosen, not fitted. Products reach much the same share of the peak whoever calls them. Operators that memory bounds are
+counted as this runtime runs them, one by one; another one fuses some or nearly all. How much of messages hides lies
+between.
 """
+
+COMMON, FAR = 0.2, 1.5
+"""The expected difference from 1 of what all three factors share, if the runs do not show a larger one; and how many
+times as long as predicted runs take, or predictions as runs, that are taken to be of a slower or faster machine, and
+not of one that is expected to be as predicted. Both chosen."""
 
 NINE_IN_TEN, MOST_ERROR = 1.645, 0.9
 """How many standard deviations nine in ten normal errors stay within; and the largest relative error that is stated."""
@@ -35,6 +45,10 @@ It is the ninth decile, rounded up to a percent, of the row "several nodes, a mo
 ``benchmarks/planner/results``: constants were fitted to runs of other model sizes. On machines of which nothing was
 measured errors are taken to be at least as large. The rows with anchors there say how many runs lie within the interval
 that :func:`error_of` gives them."""
+
+
+Parts = tuple[float, float, float]
+"""Seconds, or factors, of a step's matrix products, of its other operators, and of its messages."""
 
 
 class StepTimes(NamedTuple):
@@ -94,27 +108,50 @@ MOST_ANCHORED = 5
 
 @dataclass(frozen=True)
 class TimeScale:
-    """The factors by which the predicted seconds of operators and of messages are multiplied, to match measured runs.
+    """The factors by which predicted seconds are multiplied to match measured runs, by what bounds the operators.
 
-    ``error`` is the relative error that nine in ten corrected predictions are taken not to exceed.
+    ``products`` is that of matrix products and attention, ``memory`` that of all other operators, of launches and of
+    the optimizer, and ``messages`` that of exposed messages. ``error`` is the relative error that nine in ten corrected
+    predictions are taken not to exceed.
 
-    >>> TimeScale(2.0, 1.0).operators
+    >>> TimeScale(2.0, 1.0, 1.0).products
     2.0
     """
 
-    operators: float = 1.0
+    products: float = 1.0
+    memory: float = 1.0
     messages: float = 1.0
     error: float = INTERVAL
+
+    @property
+    def factors(self) -> tuple[float, float, float]:
+        """The three factors, in order."""
+        return self.products, self.memory, self.messages
 
     def of(self, price: Price) -> Price:
         """Returns ``price`` with its seconds multiplied by the factors.
 
-        The seconds of exposed messages are multiplied by ``messages``, all others by ``operators``. The step's seconds
-        follow from the parts; the bubble's share of the stages' time stays.
+        A bubble takes as much longer as the operators of the stage do. The step's seconds follow from the parts; the
+        bubble's share of the stages' time stays.
         """
-        axes = layout_axes()
-        waterfall = {n: s * (self.messages if n in axes else self.operators) for n, s in price.waterfall.items()}
+        products, others, _ = _alone(price.waterfall)
+        bubble = (self.products * products + self.memory * others) / (products + others) if products + others else 1.0
+        by_part = {"bubble": bubble, **dict.fromkeys(_PRODUCTS, self.products)}
+        by_part |= dict.fromkeys(layout_axes(), self.messages)
+        waterfall = {name: seconds * by_part.get(name, self.memory) for name, seconds in price.waterfall.items()}
         return price._replace(waterfall=waterfall, step_s=sum(waterfall.values()))
+
+
+_PRODUCTS = ("matmul", "attention")
+"""The parts of a step that are matrix products."""
+
+
+def _alone(waterfall: Mapping[str, float]) -> Parts:
+    """Returns the seconds of a step's products, of its other operators and of its messages, without the bubble."""
+    axes = layout_axes()
+    products = sum(seconds for name, seconds in waterfall.items() if name in _PRODUCTS)
+    messages = sum(seconds for name, seconds in waterfall.items() if name in axes)
+    return products, sum(waterfall.values()) - products - messages - waterfall.get("bubble", 0.0), messages
 
 
 def parse_anchor(text: str) -> tuple[Layout, float]:
@@ -171,57 +208,68 @@ def scale_of(anchors: Sequence[tuple[Price, float]]) -> TimeScale:
 
     ``anchors`` has pairs of a predicted price and the measured seconds of a step.
     """
-    axes, parts = layout_axes(), []
-    for price, measured in anchors:
-        messages = sum(seconds for name, seconds in price.waterfall.items() if name in axes)
-        parts.append((price.step_s - messages, messages, measured))
-    return factors_of(parts)
+    return factors_of([(parts_of(price.waterfall), measured) for price, measured in anchors])
 
 
-def factors_of(parts: Sequence[tuple[float, float, float]]) -> TimeScale:
-    """Returns the factors from runs as (predicted seconds of operators, of messages, measured seconds of a step).
+def parts_of(waterfall: Mapping[str, float]) -> Parts:
+    """Returns the seconds of a step's products, of its other operators, and of its messages; they add up to the step.
 
-    Without any run, both factors are 1. With one, both are its measured seconds divided by its predicted ones. With
-    more, operators and messages get factors of their own by least squares of the relative errors, pulled towards the
-    mean ratio; if one of the two would not be above zero, both are the mean ratio.
+    ``waterfall`` has the seconds of each part. Those of the bubble are divided among operators as the others are.
 
-    >>> factors_of([(1.0, 1.0, 3.0)]), factors_of([])
-    (TimeScale(operators=1.5, messages=1.5, error=0.240...), TimeScale(operators=1.0, messages=1.0, error=0.17))
+    >>> parts_of({"matmul": 3.0, "memory": 1.0, "tp": 0.5, "bubble": 2.0})
+    (4.5, 1.5, 0.5)
     """
-    if not parts:
+    products, others, messages = _alone(waterfall)
+    bubble = waterfall.get("bubble", 0.0)
+    share = products / (products + others) if products + others else 0.0
+    return products + share * bubble, others + (1 - share) * bubble, messages
+
+
+def factors_of(runs: Sequence[tuple[Parts, float]]) -> TimeScale:
+    """Returns the factors from runs as (predicted seconds by part, measured seconds of a step).
+
+    Without any run, all are 1. With one, all are its measured seconds divided by its predicted ones. With more, they
+    are the likeliest ones for errors of :data:`NOISE` where, before the runs are known, factors differ from each other
+    by :data:`SPREAD`, and all together from 1 by :data:`COMMON`, or by as much as the runs do in the mean. If that is
+    more than :data:`FAR`, the rest of it is taken as known.
+
+    >>> factors_of([((1.0, 0.5, 0.5), 3.0)])
+    TimeScale(products=1.5, memory=1.5, messages=1.5, error=0.240...)
+    >>> fused = [((9.0, 1.0, 0.0), 9.5), ((6.0, 4.0, 0.0), 8.0)]  # as if memory took half as long as predicted
+    >>> [round(each, 2) for each in factors_of(fused).factors]
+    [0.97, 0.6, 0.97]
+    """
+    if not runs:
         return TimeScale()
-    found = _factors(parts)
-    return replace(found, error=error_of(parts, found))
+    factors = _factors(runs)
+    return TimeScale(*factors, error=error_of(runs, factors))
 
 
-def error_of(parts: Sequence[tuple[float, float, float]], scale: TimeScale) -> float:
+def error_of(runs: Sequence[tuple[Parts, float]], factors: Parts) -> float:
     """Returns the relative error that nine in ten predictions, corrected by these runs, are taken not to exceed.
 
     It starts from :data:`INTERVAL`. Runs that agree with each other narrow it, from three on, and others widen it: the
     variance of the errors is estimated from the runs' own and from the interval, which counts as :data:`DEGREES` runs.
     A factor of few runs carries their noise, so one or two widen it.
 
-    >>> agreeing = [(1.0, 1.0, 2.0)] * 6
-    >>> [round(error_of(agreeing[:number], TimeScale()), 3) for number in (1, 3, 6)]
+    >>> agreeing = [((1.0, 0.5, 0.5), 2.0)] * 6
+    >>> [round(error_of(agreeing[:number], (1.0, 1.0, 1.0)), 3) for number in (1, 3, 6)]
     [0.24, 0.16, 0.122]
     """
     width = INTERVAL / NINE_IN_TEN
-    errors = (log((scale.operators * a + scale.messages * b) / measured) / width for a, b, measured in parts)
-    variance = (DEGREES + sum(each * each for each in errors)) / (DEGREES + len(parts) - 1)
-    return min(MOST_ERROR, INTERVAL * sqrt(variance * (1 + 1 / len(parts))))
+    errors = (log(sum(map(mul, factors, parts)) / measured) / width for parts, measured in runs)
+    variance = (DEGREES + sum(each * each for each in errors)) / (DEGREES + len(runs) - 1)
+    return min(MOST_ERROR, INTERVAL * sqrt(variance * (1 + 1 / len(runs))))
 
 
-def _factors(parts: Sequence[tuple[float, float, float]]) -> TimeScale:
-    common = sum(measured / (operators + messages) for operators, messages, measured in parts) / len(parts)
-    if len(parts) == 1:
-        return TimeScale(common, common)
-    aa = bb = (NOISE / WIDTH / common) ** 2  # the pull towards the common factor
-    ab, ra, rb = 0.0, aa * common, bb * common
-    for operators, messages, measured in parts:
-        a, b = operators / measured, messages / measured
-        aa, ab, bb, ra, rb = aa + a * a, ab + a * b, bb + b * b, ra + a, rb + b
-    det = aa * bb - ab * ab
-    first, second = (ra * bb - rb * ab) / det, (rb * aa - ra * ab) / det
-    if min(first, second) <= 0:
-        return TimeScale(common, common)
-    return TimeScale(first, second)
+def _factors(runs: Sequence[tuple[Parts, float]]) -> Parts:
+    common = sum(measured / sum(parts) for parts, measured in runs) / len(runs)
+    if len(runs) == 1:
+        return common, common, common
+    before = common / min(max(common, 1 / FAR), FAR)  # what the factors are expected to be
+    predicted = before * np.array([[part / measured for part in parts] for parts, measured in runs])
+    shared = max(COMMON, abs(log(common / before))) ** 2
+    weights = NOISE**2 * np.linalg.inv(shared * np.ones((3, 3)) + np.diag(np.square(SPREAD)))
+    found = before * np.linalg.solve(predicted.T @ predicted + weights, predicted.sum(0) + weights.sum(1))
+    products, memory, messages = (float(each) for each in found)
+    return (products, memory, messages) if min(found) > 0 else (common, common, common)

@@ -257,7 +257,7 @@ class Plans:
                 for n, v, u in figures]  # fmt: skip
         scale = [{"name": f"anchored_{name}", "value": value, "unit": "times", "meaning": "from runs given as anchors",
                   "source": "fitted"}
-                 for name, value in (("operators", self.scale.operators), ("messages", self.scale.messages))
+                 for name, value in zip(("products", "memory", "messages"), self.scale.factors, strict=True)
                  if value != 1.0]  # fmt: skip
         return [*rows, *self.cluster.constants.rows(), *scale]
 

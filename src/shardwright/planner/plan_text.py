@@ -59,11 +59,11 @@ def warnings_of(plans: Plans) -> list[str]:
     lacking = {each.layout.precision for each in plans.layouts} - {name for name, _ in plans.cluster.device.peaks}
     notes += [f"{plans.cluster.device.name} has no peak in {name}: such layouts are priced at that in fp32"
               for name in sorted(lacking)]  # fmt: skip
-    if max(plans.scale.operators, plans.scale.messages) > MOST_ANCHORED:
+    most = max(plans.scale.factors)
+    if most > MOST_ANCHORED:
         notes.append(
-            f"runs given as anchors took {max(plans.scale.operators, plans.scale.messages):.3g} times as long as "
-            "predicted: give the seconds "
-            "of one step, of this model and batch, on this cluster"
+            f"runs given as anchors took {most:.3g} times as long as predicted: give the seconds of one step, of this "
+            "model and batch, on this cluster"
         )
     notes += [f"{name} of the cluster file were measured with a spread of {spread:.0%}: measure again at rest"
               for name, spread in plans.cluster.calibration.spread.items() if spread > MOST_SPREAD]  # fmt: skip

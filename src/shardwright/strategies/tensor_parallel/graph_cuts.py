@@ -315,7 +315,7 @@ def _sent(use: AxisUse) -> Sequence[TensorUse]:
     """Returns the tensors of whose elements each is sent twice, counted as in an all-reduce, if the axis is cut."""
     call = use.call
     if use.role is Role.NORM:
-        return call.results[1:] * 2  # two statistics, and their gradients
+        return (call.results[1:] or call.results) * 2  # two statistics, and their gradients
     if use.role is Role.GATHER:
         return [call.operands[PRODUCTS[call.name]]]  # all-gathered, and its gradient reduce-scattered
     return call.results

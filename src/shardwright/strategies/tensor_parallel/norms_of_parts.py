@@ -4,14 +4,17 @@
 
     layer norm   x -> mean over ranks -> differences -> mean of squares over ranks -> products
     weight norm  v -> sum of squares over ranks -> products
+    variance     x -> mean over ranks -> differences -> mean of squares over ranks
+    2-norm       x -> sum of squares over ranks -> root
 
-Traffic: for a layer norm, all-reduces of two numbers for each token in the forward, and of two in the backward; for a
-    weight norm, of one number for each output channel in each.
+Traffic: for a layer norm or a variance, all-reduces of two numbers for each token in the forward, and of two in the
+    backward; for a 2-norm, of one in each; for a weight norm, of one number for each output channel in each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -20,16 +23,23 @@ from torch.nn import functional
 
 from shardwright.sharding.tensor_part import TensorPart
 
+Dims = int | Sequence[int] | None
+"""The dims that a reduction goes over; None for all."""
+
 
 def norm_of_parts(function: Any, args: Any, named: Any, part: TensorPart | None) -> Any:
     """Returns the function to plan for a call: another one if it is a norm over dims that are cut, else ``function``.
 
     ``part`` is the part of the call's first tensor that this rank holds, None if it is whole.
     """
-    if function not in _NORMS or part is None:
+    if function not in _NORMS or part is None or args[0].is_complex():
         return function
     normed, of_parts = _NORMS[function]
-    return of_parts if any(part.cuts[dim] is not None for dim in normed(*args, **named)) else function
+    try:
+        dims = normed(*args, **named)
+    except TypeError:  # an argument that is rarely given, such as a dtype
+        return function
+    return of_parts if any(part.cuts[dim] is not None for dim in dims) else function
 
 
 def layer_norm_of_parts(
@@ -62,6 +72,88 @@ def weight_norm_of_parts(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / v.square().sum(_other_dims(v, g, dim), keepdim=True).sqrt())
 
 
+def norm_over(x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
+    """Returns the 2-norm over ``dim``, all dims if it is None, by operators that run on parts; in float32 at least.
+
+    >>> norm_over(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), 1)
+    tensor([5., 0.])
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return _root(wide.square().sum(_listed(dim, x), keepdim=keepdim)).to(x.dtype)
+
+
+def var_mean_over(
+    input: Tensor, dim: Dims | bool = None, unbiased: bool = True, keepdim: bool = False, *,
+    correction: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns ``torch.var_mean`` of the same arguments, by operators that run on parts; in float32 at least.
+
+    >>> x = torch.tensor([[1.0, 2.0, 6.0]])
+    >>> [each.item() for each in var_mean_over(x, 1)], round(var_mean_over(x, correction=0)[0].item(), 2)
+    ([7.0, 3.0], 4.67)
+    """
+    over, unbiased = (None, dim) if isinstance(dim, bool) else (dim, unbiased)
+    dims, x = _listed(over, input), input.to(torch.promote_types(input.dtype, torch.float32))
+    mean = x.mean(dims, keepdim=True)
+    taken_off = (1 if unbiased else 0) if correction is None else correction
+    count = prod(input.shape[each] for each in dims) - taken_off
+    var = (x - mean).square().sum(dims, keepdim=keepdim) / count
+    return var.to(input.dtype), (mean if keepdim else mean.sum(dims)).to(input.dtype)
+
+
+def _root(x: Tensor) -> Tensor:
+    """Returns the square root, whose gradient is none where ``x`` is 0, as that of torch's own norms."""
+    return x.clamp_min(torch.finfo(x.dtype).tiny).sqrt() * (x > 0)
+
+
+def _normalize(input: Tensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12) -> Tensor:
+    return input / norm_over(input, dim, True).clamp_min(eps)
+
+
+def _norm(input: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return norm_over(input, dim, keepdim)
+
+
+def _vector_norm(x: Tensor, ord: Any = 2, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return norm_over(x, dim, keepdim)
+
+
+def _var(*args: Any, **named: Any) -> Tensor:
+    return var_mean_over(*args, **named)[0]
+
+
+def _std(*args: Any, **named: Any) -> Tensor:
+    return _root(var_mean_over(*args, **named)[0])
+
+
+def _std_mean(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    var, mean = var_mean_over(*args, **named)
+    return _root(var), mean
+
+
+def _listed(dim: Dims, x: Tensor) -> list[int]:
+    """Returns the dims that a reduction goes over: all, if it names none."""
+    return [*range(x.dim())] if dim is None or dim == () or dim == [] else [dim] if isinstance(dim, int) else [*dim]
+
+
+def _normalized_dims(input: Tensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12) -> list[int]:
+    return _listed(dim, input) if p == 2 else []
+
+
+def _normed_dims(input: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False) -> list[int]:
+    return _listed(dim, input) if p in (2, "fro", None) else []
+
+
+def _vector_dims(x: Tensor, ord: Any = 2, dim: Dims = None, keepdim: bool = False) -> list[int]:
+    return _listed(dim, x) if ord == 2 else []
+
+
+def _varied_dims(
+    input: Tensor, dim: Dims | bool = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None
+) -> list[int]:
+    return _listed(None if isinstance(dim, bool) else dim, input)
+
+
 def _other_dims(v: Tensor, g: Tensor, dim: int = 0) -> list[int]:
     return [each for each in range(v.dim()) if each != dim]
 
@@ -70,8 +162,15 @@ def _last_dims(input: Tensor, normalized_shape: Sequence[int], *_: Any, **__: An
     return range(-len(normalized_shape), 0)
 
 
-_NORMS: Mapping[Any, tuple[Callable[..., Iterable[int]], Callable[..., Tensor]]] = {
+_NORMS: Mapping[Any, tuple[Callable[..., Iterable[int]], Callable[..., Any]]] = {
     functional.layer_norm: (_last_dims, layer_norm_of_parts),
     torch._weight_norm: (_other_dims, weight_norm_of_parts),
+    functional.normalize: (_normalized_dims, _normalize),
+    torch.linalg.vector_norm: (_vector_dims, _vector_norm),
+    **dict.fromkeys((torch.norm, Tensor.norm), (_normed_dims, _norm)),
+    **dict.fromkeys((torch.var, Tensor.var), (_varied_dims, _var)),
+    **dict.fromkeys((torch.std, Tensor.std), (_varied_dims, _std)),
+    torch.var_mean: (_varied_dims, var_mean_over),
+    torch.std_mean: (_varied_dims, _std_mean),
 }
 """Functions that normalize: the dims over which they go, and what computes the same where ranks hold parts of these."""
