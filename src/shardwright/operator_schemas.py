@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -52,6 +53,23 @@ def _aliased(
             value = args[number] if number < len(args) else named.get(argument.name)
             found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
     return found
+
+
+@lru_cache(maxsize=1024)
+def writes(func: Any) -> bool:
+    """Returns whether a function writes to its first argument: ``x.add_(1)``, ``x += 1``, ``x[0] = 1``."""
+    name = getattr(func, "__name__", "")
+    inside = name.strip("_")
+    return (
+        name == "__setitem__"
+        or (name.startswith("__i") and inside[1:] in _BINARY)
+        or (name.endswith("_") and not name.startswith("__"))
+    )
+
+
+_BINARY = frozenset(
+    ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
+)
 
 
 def makes_meta(named: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from functools import partial
 from types import SimpleNamespace
@@ -13,9 +14,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from shardwright import MeanLoss, launch, parallelize, verify
-from shardwright.errors import PlanError
+from shardwright.errors import PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.parallelize.loss_settings import MOST_ENTRIES, follow_settings, settings_of
+from shardwright.parallelize.planning import structural_copy
 
 LINES = ("single", "dp2", "dp2/zero3", "tp2", "pp2 mb2")
 
@@ -436,3 +438,92 @@ def test_a_loss_that_calls_the_model_of_another_run_needs_all_of_it_on_each_rank
     with pytest.raises(PlanError, match="the loss holds the model of a run, of which this rank has parts") as failure:
         launch(work, line, ranks="threads")
     assert "lay the discriminator out by dp" in str(failure.value)
+
+
+# ---- what a loop does with gradients and weights of run.model between a step and the optimizer's
+
+
+def four_steps(model, line, between):
+    """Losses of steps under a layout, with what a loop does between each and the optimizer's step."""
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(4)]
+
+    def work(world):
+        run = parallelize(structural_copy(model), line, world, example=batches[0][0])
+        optimizer, losses = run.optimizer(torch.optim.SGD, lr=0.5), []
+        for part in run.shard(batches):
+            losses.append(run.step(part).item())
+            between(run.model)
+            optimizer.step()
+        return losses
+
+    return launch(work, line, ranks="threads")[0]
+
+
+def drops_one(model):
+    for name, parameter in model.named_parameters():
+        if name.startswith("2."):
+            parameter.grad = None
+
+
+def drops_by_module(model):
+    for name, module in model.named_modules():
+        if name == "2":
+            module.zero_grad()
+
+
+def deletes(model):
+    del model.get_parameter("2.weight").grad
+    del model.get_parameter("2.bias").grad
+
+
+def three_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("line", ["dp2/zero1", "dp2/zero2", "dp2/zero3", "bf16 dp2", "bf16 dp2/zero3"])
+@pytest.mark.parametrize("drops", [drops_one, drops_by_module, deletes])
+def test_a_gradient_that_a_loop_drops_is_dropped_of_what_the_optimizer_updates(line, drops):
+    found, expected = four_steps(three_layers(), line, drops), four_steps(three_layers(), "single", drops)
+    assert found == pytest.approx(expected, rel=1e-2 if "bf16" in line else 1e-5)
+    assert expected[-1] != pytest.approx(four_steps(three_layers(), "single", lambda _: None)[-1], rel=1e-4)
+
+
+def sets_one(model):
+    parameter = model.get_parameter("2.weight")
+    parameter.grad = torch.zeros_like(parameter)
+
+
+def clamps_data(model):
+    model.get_parameter("2.weight").data.clamp_(-0.05, 0.05)
+
+
+def clamps_into(model):
+    data = model.get_parameter("2.weight").data
+    torch.clamp(data, -0.05, 0.05, out=data)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("line", ["dp2/zero1", "dp2/zero3", "bf16 dp2", "bf16 dp2/zero1"])
+@pytest.mark.parametrize("changes", [sets_one, clamps_data, clamps_into])
+def test_what_a_loop_writes_where_it_would_be_lost_is_refused(line, changes):
+    if line == "dp2/zero1" and changes is not sets_one:  # the shard is a part of what is read: nothing is lost
+        expected = four_steps(three_layers(), "single", changes)
+        assert four_steps(three_layers(), line, changes) == pytest.approx(expected, rel=1e-5)
+        return
+    with pytest.raises((PlanError, RankFailedError), match=r"2\.weight"):
+        four_steps(three_layers(), line, changes)
+
+
+def test_the_data_of_a_rounded_weight_is_read_copied_and_saved_as_a_plain_tensor(tmp_path):
+    found = []
+
+    def reads(model):
+        data = model.get_parameter("2.weight").data
+        torch.save(data, tmp_path / "weight.pt")
+        found.append((type(data + 1), type(copy.deepcopy(data)), type(torch.load(tmp_path / "weight.pt")), data.shape))
+
+    four_steps(three_layers(), "bf16", reads)
+    assert found[0] == (torch.Tensor, torch.Tensor, torch.Tensor, (16, 16))

@@ -226,15 +226,17 @@ class _Convolution(Function):
 
 def add(parameter: Any, gradient: Tensor) -> None:
     """Accumulates a gradient into ``parameter.grad`` as autograd does: the first is stored without a copy."""
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad += gradient
+    with torch._C.DisableTorchFunctionSubclass():  # a parameter may be resharded by then
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad += gradient
 
 
 def add_product(parameter: Any, dy_nh: Tensor, x_nk: Tensor) -> None:
     """Accumulates a linear layer's weight gradient dY^T X into ``parameter.grad``, without a temporary."""
-    if parameter.grad is None:
-        parameter.grad = dy_nh.T @ x_nk.conj()
-    else:
-        parameter.grad.addmm_(dy_nh.T, x_nk.conj())
+    with torch._C.DisableTorchFunctionSubclass():  # as in :func:`add`
+        if parameter.grad is None:
+            parameter.grad = dy_nh.T @ x_nk.conj()
+        else:
+            parameter.grad.addmm_(dy_nh.T, x_nk.conj())

@@ -103,7 +103,8 @@ class _GroupAllReduce:
             away.clear()  # frees the copies on the device
             for parameter in unreached:
                 if parameter.grad is not None and parameter.numel() and not is_reached(parameter.grad):
-                    parameter.grad = None  # no rank has used it: as on one device
+                    with torch._C.DisableTorchFunctionSubclass():
+                        parameter.grad = None  # no rank has used it: as on one device
 
         return finish
 
@@ -242,7 +243,8 @@ class GradientSync:
             self._sent.pop(0)()
         for parameter in self._filled:
             if parameter.grad is not None and parameter.numel() and not is_reached(parameter.grad):
-                parameter.grad = None  # no rank has used it: as on one device
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.grad = None  # no rank has used it: as on one device
         self._filled.clear()
 
 

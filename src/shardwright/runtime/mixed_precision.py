@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 from weakref import ref
 
@@ -22,6 +23,7 @@ from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Plan, compute_dtype
 from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.executor import Events
+from shardwright.runtime.read_only_data import ReadOnlyData
 
 LEAST_SCALE = 1.0
 
@@ -159,7 +161,9 @@ class CopiedParameter(nn.Parameter):
     """A parameter of a run's model after a step, while its gradient is that of its master weight.
 
     Between a step and the next, reading its ``grad``, which is None, raises a PlanError if the master weight has a
-    gradient. All else is as of any parameter. A copy is a plain parameter, and so is what a file of it holds.
+    gradient, and so do setting one and writing into its ``data``. Without a gradient (``grad = None``) the master
+    weight has none either. All else is as of any parameter. A copy is a plain parameter, and so is what a file of it
+    holds.
     """
 
     owner: Callable[[], MasterWeights | None] = staticmethod(lambda: None)
@@ -170,21 +174,24 @@ class CopiedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
-        """Runs ``func``. Raises PlanError where it reads a gradient that the master weight has instead."""
+        """Runs ``func``. Raises PlanError where it reads or sets a gradient that the master weight has instead."""
         with torch._C.DisableTorchFunctionSubclass():
+            owner = args[0].owner() if args and isinstance(args[0], CopiedParameter) else None
+            if owner is not None and func in (_SET, _DROP):
+                name = owner.path_of(args[0])
+                if func == _SET and args[1] is not None:
+                    raise _not_its_own(name)
+                owner.masters[name].grad = None
             found = func(*args, **(kwargs or {}))
+            if func == _DATA and owner is not None:
+                return ReadOnlyData.of(found, partial(_lost_write, owner.path_of(args[0])))
             if func != _GRAD or found is not None or sys._getframe(1).f_code.co_name == "_apply":  # of nn.Module
                 return found
             owner = args[0].owner()
             name = owner.path_of(args[0]) if owner is not None else ""
             if owner is None or owner.masters[name].grad is None:
                 return None
-            raise PlanError(
-                f"the gradient of '{name}' of run.model is that of its master weight",
-                given="a parameter of run.model, which is a rounded copy under bf16 or fp16",
-                allowed="gradients of run.parameters, between a step and the optimizer's",
-                fix=f"write run.parameters['{name}'].grad; to clip, write run.clip_grad_norm_(max_norm)",
-            )
+            raise _not_its_own(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Returns a plain parameter with a copy of the values."""
@@ -197,6 +204,15 @@ class CopiedParameter(nn.Parameter):
             return nn.Parameter, (self.data, self.requires_grad)
 
 
+def _not_its_own(name: str) -> PlanError:
+    return PlanError(
+        f"the gradient of '{name}' of run.model is that of its master weight",
+        given="a parameter of run.model, which is a rounded copy under bf16 or fp16",
+        allowed="gradients of run.parameters, between a step and the optimizer's",
+        fix=f"write run.parameters['{name}'].grad; to clip, write run.clip_grad_norm_(max_norm)",
+    )
+
+
 def copied_parameter(owner: MasterWeights) -> type[CopiedParameter]:
     """Returns the class of the parameters of which ``owner`` has the master weights, between its steps."""
     found = ref(owner)
@@ -207,7 +223,8 @@ def copied_parameter(owner: MasterWeights) -> type[CopiedParameter]:
     return CopiedRunParameter
 
 
-_GRAD = vars(torch._C.TensorBase)["grad"].__get__
+_GRAD, _SET, _DROP = (getattr(vars(torch._C.TensorBase)["grad"], each) for each in ("__get__", "__set__", "__delete__"))
+_DATA = vars(torch._C.TensorBase)["data"].__get__
 
 
 def _versions_of(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:

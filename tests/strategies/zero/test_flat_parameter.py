@@ -42,7 +42,8 @@ def summed(world, fp32_sums, num_microbatches):
             for number, (name, parameter) in enumerate(parameters.items()):
                 if name != "unreached":
                     gradient = torch.full_like(parameter, 1 + number + world.rank)
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                    with torch._C.DisableTorchFunctionSubclass():  # as autograd does
+                        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
             flat.accumulate_wide()
         pending = flat.reduce_scatter()
     return copies, pending.wait()

@@ -27,9 +27,10 @@ from shardwright.analysis.structure import has_hooks_of_user
 from shardwright.dispatch_mode import without_dispatch_modes
 from shardwright.forward_stack import Forward, Rung, rename, wrap
 from shardwright.models.model_loss import ModelLoss
+from shardwright.operator_schemas import writes
 from shardwright.plan.schedule import Action
 from shardwright.sharding.tensor_part import TensorPart, tagged
-from shardwright.strategies.tensor_parallel.parts_mode import PartsMode, writes
+from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
 
 OWN_CODE = "its own code on parts of tensors"
 """What ``run.explain`` says of a loss whose code gets parts of the logits."""

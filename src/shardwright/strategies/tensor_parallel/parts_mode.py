@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from math import prod
 from types import MethodWrapperType
 from typing import Any
@@ -28,6 +27,7 @@ from shardwright.comm.autograd import cut_to_whole, sum_gradient, whole_to_cut
 from shardwright.comm.axis import Axis
 from shardwright.dispatch_mode import without_dispatch_modes
 from shardwright.errors import PlanError
+from shardwright.operator_schemas import writes
 from shardwright.sharding.tensor_part import ALL, TensorPart, held, tagged
 from shardwright.strategies.tensor_parallel.call_plans import (
     CallPlan,
@@ -318,23 +318,6 @@ class PartsMode(TorchFunctionMode):
             if cut is not None:
                 x = self._gather(x, dim, cut)
         return x
-
-
-@lru_cache(maxsize=1024)
-def writes(func: Any) -> bool:
-    """Returns whether a function writes to its first argument: ``x.add_(1)``, ``x += 1``, ``x[0] = 1``."""
-    name = getattr(func, "__name__", "")
-    inside = name.strip("_")
-    return (
-        name == "__setitem__"
-        or (name.startswith("__i") and inside[1:] in _BINARY)
-        or (name.endswith("_") and not name.startswith("__"))
-    )
-
-
-_BINARY = frozenset(
-    ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
-)
 
 
 def _no_write(name: str) -> PlanError:

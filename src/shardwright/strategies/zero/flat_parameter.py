@@ -25,7 +25,7 @@ from shardwright.errors import PlanError
 from shardwright.mesh import balanced
 from shardwright.runtime.gradient_sync import UNREACHED, is_reached, mark_reached
 from shardwright.runtime.offload_storage import OffloadStorage
-from shardwright.strategies.zero.resharded import ShardedParameter
+from shardwright.strategies.zero.resharded import ShardedParameter, UnshardedParameter
 
 
 class UpdateState(Enum):
@@ -164,6 +164,22 @@ class FlatParameter:
             parameter.data = part.view(shape)
         self._written = [_written(parameter) for parameter in self.parameters.values()]
 
+    def mark_read(self, parameter: nn.Parameter) -> bool:
+        """Gives a parameter that is read between steps the class :class:`UnshardedParameter`; tells whether it did."""
+        for (name, each), kind in zip(self.parameters.items(), self._kinds, strict=True):
+            if each is parameter and type(each) is kind:
+                each.__class__ = UnshardedParameter
+                own = self.sharded_parameters[name]
+                vars(each).update(path=name, shard=own, keeps_writes=self._shard_in_buffer)
+                return True
+        return False
+
+    def unmark(self) -> None:
+        """Gives parameters that :meth:`mark_read` has marked their own class again, if they are still unsharded."""
+        for parameter, kind in zip(self.parameters.values(), self._kinds, strict=True):
+            if isinstance(parameter, UnshardedParameter):
+                parameter.__class__ = kind  # type: ignore[assignment]  # the class that it had
+
     def reshard(self) -> None:
         """Frees the unsharded buffer and sets the parameters to NaN (integers to 0), with their shapes unchanged.
 
@@ -211,7 +227,8 @@ class FlatParameter:
                 self._accumulated[name].add_(parameter.grad)
             else:
                 self._accumulated[name] = part.view(parameter.shape).copy_(parameter.grad)
-            parameter.grad = None
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.grad = None
 
     def _parts_of_sums(self) -> list[Tensor]:
         """Returns the parameters' parts of the buffer for ``fp32_sums``, and allocates it if there is none."""
@@ -235,7 +252,8 @@ class FlatParameter:
                 self.unreached.discard(name)
                 gradients.append(gradient.contiguous())
                 reached.append((gradients[-1], marked))
-                parameter.grad = None
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.grad = None
             else:
                 empty = self._placeholder.new_empty(parameter.numel()) if part is None else part
                 gradients.append(empty.fill_(UNREACHED))
@@ -261,8 +279,9 @@ class FlatParameter:
         self.shard_gradient, self.unreached = None, set(self.parameters)
         self._accumulated.clear()
         self._sums = None
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        with torch._C.DisableTorchFunctionSubclass():  # of the shards, those that are published stay
+            for parameter in self.parameters.values():
+                parameter.grad = None
 
     def publish_gradients(self) -> None:
         """Sets ``.grad`` of the sharded parameters for the optimizer, and clears the accumulated gradient of the shard.

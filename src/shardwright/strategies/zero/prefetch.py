@@ -144,7 +144,8 @@ class Prefetcher:
 
     With ``reshard_after_use`` False (stages 1 and 2) groups stay unsharded until :meth:`shards_changed`, and are
     unsharded in the order of ``chunks``, which lists each chunk's groups. ``calls`` lists the collectives of stage 3 in
-    order, for ranks to compare. ``in_action`` is true while an action (a forward or backward) runs.
+    order, for ranks to compare. ``in_action`` is true while an action (a forward or backward) runs. ``marked`` are the
+    flat parameters of which code has read some between steps (:meth:`FlatParameter.mark_read`).
     """
 
     groups: Sequence[ShardedGroup]
@@ -153,6 +154,7 @@ class Prefetcher:
     chunks: Mapping[int, Sequence[ShardedGroup]]
     calls: list[str] = field(default_factory=list)
     in_action: bool = False
+    marked: list[FlatParameter] = field(default_factory=list)
     _current: ShardedGroup | None = None
     _expected: Sequence[ShardedGroup] = ()  # the groups in the order in which this action will use them
     _position: int = 0  # in _expected: the groups before it have been unsharded in this action
@@ -167,6 +169,8 @@ class Prefetcher:
         used, so that every rank makes the same calls. A forward of stage 3 that uses ``torch.func.grad`` raises
         PlanError.
         """
+        while self.marked:
+            self.marked.pop().unmark()
         forward = action.kind == "F"
         if self.reshard_after_use:  # weight gradients (W) are computed without weights
             self._expected = () if action.kind == "W" else self._orders.get((forward, action.chunk), ())

@@ -8,12 +8,14 @@ what it writes there would be lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.errors import ShardError
+from shardwright.runtime.read_only_data import ReadOnlyData
 
 _PROPERTIES = (
     *("dtype", "device", "shape", "ndim", "layout", "itemsize", "nbytes", "names", "requires_grad", "is_leaf"),
@@ -65,9 +67,15 @@ class ShardedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
-        """Runs ``func`` if it reads nothing but metadata. Raises ShardError for anything else."""
-        if func not in _ALLOWED:
+        """Runs ``func`` if it reads nothing but metadata. Raises ShardError for anything else.
+
+        A gradient that is dropped (``.grad = None``) is dropped of the shard, which the optimizer updates.
+        """
+        drops = func == _DROP or (func == _SET and args[1] is None)
+        if not drops and func not in _ALLOWED:
             _refuse(func, args)
+        if drops and isinstance(args[0].shard, Tensor):
+            args[0].shard.grad = None
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
             if func == _GRAD and found is None and getattr(args[0].shard, "grad", None) is not None:
@@ -75,11 +83,54 @@ class ShardedParameter(nn.Parameter):
         return found
 
 
+class UnshardedParameter(nn.Parameter):
+    """A parameter of a run's model that code has read as an attribute between steps: whole, for as long as that lasts.
+
+    Its gradient is that of the shard, as a :class:`ShardedParameter`'s is: it is dropped there, and not read or set
+    here. Attributes as there.
+    """
+
+    path: str
+    shard: nn.Parameter
+    keeps_writes: bool
+    """Whether the shard is a part of this tensor, so that what is written into its ``data`` is not lost."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        """Runs ``func``. Raises ShardError where it reads or sets the gradient, or writes into what would be lost."""
+        own = args[0] if args and isinstance(args[0], UnshardedParameter) else None
+        if own is not None and func == _SET and args[1] is not None:
+            _refuse(func, args)
+        if own is not None and func in (_SET, _DROP) and isinstance(own.shard, Tensor):
+            own.shard.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+            if own is not None and func == _GRAD and found is None and getattr(own.shard, "grad", None) is not None:
+                _refuse(func, args)
+            if own is not None and func == _DATA and not own.keeps_writes:
+                return ReadOnlyData.of(found, partial(_lost_data, own.path))
+            return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Returns a plain parameter with a copy of the values."""
+        memo[id(self)] = found = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Returns how a plain parameter of the same values is made."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return nn.Parameter, (self.detach(), self.requires_grad)
+
+
 _FIELDS: Mapping[str, Any] = {name: getattr(Tensor, name) for name in ("grad", *_PROPERTIES) if hasattr(Tensor, name)}
-_GRAD = _FIELDS["grad"].__get__
+_GRAD, _SET, _DROP = (getattr(_FIELDS["grad"], each) for each in ("__get__", "__set__", "__delete__"))
+_DATA = vars(torch._C.TensorBase)["data"].__get__
 _ALLOWED: frozenset[Any] = frozenset(
     [field.__get__ for field in _FIELDS.values()]
-    + [_FIELDS["grad"].__set__, _FIELDS["grad"].__delete__, _FIELDS["requires_grad"].__set__]
+    + [_FIELDS["requires_grad"].__set__]
     + [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]
     + [*_FUNCTIONS]
 )
@@ -89,8 +140,9 @@ def _refuse(func: Callable[..., Any], args: Sequence[Any]) -> None:
     """Raises ShardError for a call with a resharded parameter."""
     name = getattr(getattr(func, "__self__", None), "__name__", None) or getattr(func, "__name__", str(func))
     among = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else [arg])]
-    path = next((each.path for each in among if isinstance(each, ShardedParameter)), "a parameter")
-    if func == _GRAD:  # a new object each time
+    kinds = ShardedParameter | UnshardedParameter
+    path = next((each.path for each in among if isinstance(each, kinds)), "a parameter")
+    if func in (_GRAD, _SET):  # a new object each time
         fix = f"write run.parameters['{path}'].grad; to clip, write run.clip_grad_norm_(max_norm)"
     else:
         fix = (
@@ -102,4 +154,14 @@ def _refuse(func: Callable[..., Any], args: Sequence[Any]) -> None:
         given="a parameter of run.model, which ZeRO shards",
         allowed="run.state_dict() for whole tensors, run.parameters for this rank's shards, and sums over ranks",
         fix=fix,
+    )
+
+
+def _lost_data(path: str) -> ShardError:
+    return ShardError(
+        f"what is written into '{path}' of run.model outside of a step would be lost: this rank stores only a shard",
+        given="a write into the data of a parameter of run.model, which ZeRO has gathered to be read",
+        allowed="writes to run.parameters, and whole tensors by name with run.load_state_dict",
+        fix=f"write to run.parameters['{path}'], this rank's shard, then run.changed(); or "
+        "run.load_state_dict({...}, strict=False)",
     )

@@ -69,6 +69,9 @@ class _UnshardingParameters(dict[str, Any]):
             if self.read and group not in self.read[-1]:
                 self.read[-1].add(group)
                 group.num_readers += 1
+            if not self.read and not self.prefetcher.in_action:
+                found = super().__getitem__(name)
+                self.prefetcher.marked += [flat for flat in group.flats if flat.mark_read(found)]
         return super().__getitem__(name)
 
     def items(self) -> Any:
