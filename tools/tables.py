@@ -521,6 +521,17 @@ def planner_unmeasured_errors() -> str:
     return "\n".join(lines)
 
 
+def planner_megatron() -> str:
+    """Errors of steps that Megatron-LM's authors published, with so many of them as anchors, and a baseline's."""
+    lines = ["| runs | anchors | error: mean | median | constant utilisation: mean | median |", "|---" * 6 + "|"]
+    for row in newest("planner_megatron")["table"]:
+        each = (row[name][key] for name in ("model", "constant utilisation") for key in ("mean", "median"))
+        shares = [f"{share:.1%}" for share in each]
+        shares[2:] = shares[2:] if row["anchors"] else ["", ""]
+        lines.append(f"| {row['table']} ({row['runs']}) | {row['anchors']} | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
 def planner_tables() -> str:
     """How far simulated bubbles are off those of the zero-bubble papers."""
     said = {"fitted": "named schedules, fewest microbatches: fitted", "held out": "named schedules, more: held out"}
@@ -860,6 +871,7 @@ TABLES = {
     "planner_tables": planner_tables,
     "planner_unmeasured": planner_unmeasured,
     "planner_unmeasured errors": planner_unmeasured_errors,
+    "planner_megatron": planner_megatron,
     "kills": kills,
     "ends": ends,
     "saves": saves,

@@ -38,10 +38,12 @@ def viewed_arguments(function: Any, args: Sequence[Any], named: Mapping[str, Any
     []
     """
     schema = getattr(function, "_schema", None)
-    returned = {
-        name for each in getattr(schema, "returns", ()) if each.alias_info for name in each.alias_info.before_set
-    }
-    return _aliased(schema, args, named, kind, lambda alias: returned & alias.before_set) if returned else []
+    aliases = [each.alias_info for each in getattr(schema, "returns", ()) if each.alias_info is not None]
+    if not aliases:
+        return []
+    returned = {name for alias in aliases for name in alias.before_set}
+    of_list = any(not alias.before_set for alias in aliases)  # of a list of views torch does not say of what they are
+    return _aliased(schema, args, named, kind, lambda alias: of_list or returned & alias.before_set)
 
 
 def _aliased(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 
@@ -64,3 +66,26 @@ def raises_either_way(x):
     if x.isnan().any():
         raise ValueError("not a number")
     raise TypeError("a number")
+
+
+def catches_itself(x):
+    try:
+        if x.isnan().any():
+            raise ValueError("not a number")
+    except ValueError:
+        return x - 1
+    return x + 1
+
+
+def is_caught(x):
+    try:
+        raises_if(x)
+    except ValueError:
+        return x - 1
+    return x + 1
+
+
+def suppresses(x):
+    with contextlib.suppress(ValueError):
+        raises_if(x)
+    return x

@@ -10,21 +10,36 @@ from tests.analysis.guarded_code import (
     all_of_two,
     asserts,
     by_a_call,
+    catches_itself,
     chooses,
     in_a_function,
+    is_caught,
     one_of_two,
     raises_either_way,
     raises_else,
     raises_if,
     raises_later,
     raises_unless,
+    suppresses,
 )  # fmt: skip
 from torch import nn
 from torch.nn import functional
 
 from shardwright import verify
 from shardwright.analysis.meta_values import MetaValues
+from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.record_forward import record_forward
+from shardwright.errors import LayoutError
+
+
+class Runs(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        self.function(x)
+
 
 GUARDS = [raises_if, raises_unless, raises_else, asserts, one_of_two, all_of_two, by_a_call, in_a_function]
 
@@ -35,17 +50,43 @@ GUARDS = [raises_if, raises_unless, raises_else, asserts, one_of_two, all_of_two
 def test_a_condition_that_leads_to_a_raise_at_once_is_answered_so_that_code_goes_on(guard, guess):
     x = torch.empty(3, device="meta")  # made outside: inside it would have values
     with MetaValues(guess=guess) as values:
-        guard(x)
+        call_model(Runs(guard), x)
     assert values.num_guessed == 0
 
 
-@pytest.mark.parametrize("condition", [chooses, raises_later, raises_either_way])
+OTHERS = [chooses, raises_later, raises_either_way, catches_itself, is_caught, suppresses]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("condition", OTHERS)
 def test_any_other_condition_is_guessed(condition):
     raises = pytest.raises(TypeError) if condition is raises_either_way else nullcontext()
     x = torch.empty(3, device="meta")
     with raises, MetaValues(guess=False) as values:
-        condition(x)
+        call_model(Runs(condition), x)
     assert values.num_guessed == 1
+
+
+class FallsBack(nn.Module):
+    """Catches what its own condition raises, and then mixes samples: a branch like any other."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.first(x)
+        try:
+            raises_unless(-h.abs())
+        except ValueError:
+            h = h - h.mean(0)
+        return self.last(h)
+
+
+def test_a_branch_of_an_error_that_code_catches_is_recorded():
+    batches = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(2)]
+    with pytest.raises(LayoutError, match="values from other samples"):
+        verify(FallsBack(), "dp2", batches, loss=functional.cross_entropy)
 
 
 class Guarded(nn.Module):
@@ -59,7 +100,9 @@ class Guarded(nn.Module):
         raises_if(x)
         x = x + self.down(functional.gelu(self.up(x)))
         asserts(x)
-        return self.head(x)
+        x = self.head(x)
+        asserts(x)
+        return x
 
 
 @pytest.mark.parametrize("line", ["tp2", "pp2/1f1b mb2", "pp2/1f1b mb2 tp2"])

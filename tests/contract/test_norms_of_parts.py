@@ -147,11 +147,18 @@ def test_a_norm_of_zeros_has_no_gradient_that_is_no_number(function):
     assert all(not each.isnan().any() for each in run_on_threads(Mesh(tp=2), work))
 
 
-@pytest.mark.parametrize("function", [
-    lambda x: functional.normalize(x, p=1.0, dim=1), lambda x: x.norm(p=1, dim=1),
+OTHERS = [
+    lambda x: functional.normalize(x, p=1.0, dim=1),
+    lambda x: x.norm(p=1, dim=1),
     lambda x: x.to(torch.complex64).norm(dim=1),
-    lambda x: torch.linalg.vector_norm(x, dim=1, dtype=torch.float64), lambda x: torch.linalg.norm(x, ord=2),
-])  # fmt: skip
+    lambda x: torch.linalg.vector_norm(x, dim=1, dtype=torch.float64),
+    lambda x: torch.linalg.norm(x, ord=2),
+    lambda x: x.var(1, correction=9),  # more than there are elements
+]
+
+
+@pytest.mark.filterwarnings("ignore:var")
+@pytest.mark.parametrize("function", OTHERS)
 def test_other_norms_of_parts_are_those_of_the_whole(function):
     x = torch.randn(3, 4)
 

@@ -87,6 +87,34 @@ class Translates(nn.Module):
         return self.head((self.writes(x.flip(1), states)[0] + outputs).mean(1))
 
 
+class TakesStates(nn.Module):
+    """Its first states come with the batch, as those of a policy do."""
+
+    def __init__(self, kind) -> None:
+        super().__init__()
+        self.layer = kind(WIDTH, UNITS) if kind in (nn.LSTMCell, nn.GRUCell) else kind(WIDTH, UNITS, batch_first=True)
+        self.head = nn.Linear(UNITS, CLASSES)
+
+    def forward(self, x, first, memory):
+        is_cell, is_lstm = isinstance(self.layer, nn.RNNCellBase), isinstance(self.layer, nn.LSTM | nn.LSTMCell)
+        first, memory = (each if is_cell else each.unsqueeze(0) for each in (first, memory))
+        found = self.layer(x[:, 0] if is_cell else x, (first, memory) if is_lstm else first)
+        return self.head(found[0] if is_cell and is_lstm else found if is_cell else found[0][:, -1])
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell])
+def test_first_states_may_come_with_the_batch(kind):
+    torch.manual_seed(0)
+    inputs = [(torch.randn(4, STEPS, WIDTH), torch.randn(4, UNITS), torch.randn(4, UNITS)) for _ in range(2)]
+    batches = [
+        (dict(zip(("x", "first", "memory"), each, strict=True)), torch.randint(CLASSES, (4,))) for each in inputs
+    ]
+    verdict = sw.verify(TakesStates(kind), "tp2", batches, loss=nn.CrossEntropyLoss())
+    assert verdict.equal, str(verdict)
+    assert verdict.shares["tp2"] > 0.9
+
+
 MODELS = {
     "lstm": lambda: Tagger(nn.LSTM),
     "lstm, dropout": lambda: Tagger(nn.LSTM, dropout=0.3, bidirectional=True),
@@ -173,7 +201,7 @@ def test_the_state_of_each_step_is_gathered_once_and_its_gradient_reduce_scatter
     assert verdict.equal, str(verdict)
     times = Counter({key[1:]: each for key, each in found[0].recorded[1].items()})
     state = SAMPLES * UNITS * 8
-    assert times["all_gather", "tp", state] == 2 * STEPS  # two layers
+    assert times["all_gather", "tp", state] == 2 * STEPS + 2  # two layers, and their memory after the last step
     assert times["reduce_scatter", "tp", state] == 2 * (STEPS - 1)  # nothing uses the last state for another step
 
 

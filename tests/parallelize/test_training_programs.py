@@ -505,9 +505,29 @@ def clamps_into(model):
     torch.clamp(data, -0.05, 0.05, out=data)
 
 
+def zeroes_a_row(model):
+    model.get_parameter("2.weight").data[0].zero_()
+
+
+def initializes(model):
+    nn.init.constant_(model.get_parameter("2.weight").data, 0.1)
+
+
+def scales_chunks(model):
+    for part in model.get_parameter("2.weight").data.detach().chunk(2):
+        part.view(-1).mul_(0.5)
+
+
+def scales_all(model):
+    torch._foreach_mul_([model.get_parameter("2.weight").data], 0.5)
+
+
+WRITES = [sets_one, clamps_data, clamps_into, zeroes_a_row, initializes, scales_chunks, scales_all]
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("line", ["dp2/zero1", "dp2/zero3", "bf16 dp2", "bf16 dp2/zero1"])
-@pytest.mark.parametrize("changes", [sets_one, clamps_data, clamps_into])
+@pytest.mark.parametrize("changes", WRITES)
 def test_what_a_loop_writes_where_it_would_be_lost_is_refused(line, changes):
     if line == "dp2/zero1" and changes is not sets_one:  # the shard is a part of what is read: nothing is lost
         expected = four_steps(three_layers(), "single", changes)

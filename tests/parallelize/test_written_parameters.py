@@ -30,6 +30,9 @@ class Masked(nn.Linear):
                 self.weight.clamp_(-0.1, 0.1)
         elif self.how == "bias":
             self.bias.data.view(4, 4)[0] = 0
+        elif self.how == "in a list":
+            for row in self.weight.data.unbind(0):
+                row.div_(row.norm())
         elif self.how == "replaced":
             self.weight.data = self.weight.data.renorm(2, 0, 0.5)
         return super().forward(x)
@@ -65,7 +68,7 @@ def test_a_move_to_the_device_where_a_layer_is_writes_nothing(line):
     assert verdict.equal, str(verdict)
 
 
-HOW = {"data": "weight", "no_grad": "weight", "bias": "bias", "replaced": "weight"}
+HOW = {"data": "weight", "no_grad": "weight", "bias": "bias", "replaced": "weight", "in a list": "weight"}
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -86,7 +89,7 @@ def test_a_write_to_a_parameter_that_is_gathered_is_refused(how, line):
         verify(model(how, wide=True), line, batches(), loss=MeanSquaredError())
 
 
-@pytest.mark.parametrize("how", ["data", "no_grad", "replaced"])
+@pytest.mark.parametrize("how", ["data", "no_grad", "replaced", "in a list"])
 @pytest.mark.parametrize("line", ["tp2/sp", "tp4/2d", "tp2x2x2/2.5d", "tp2x2x2/3d"])
 def test_a_write_to_a_weight_of_which_ranks_store_parts_of_rows_is_refused(how, line):
     with pytest.raises(LayoutError, match=r"writes to the parameter '2.weight'(?s:.*)compute the changed weight anew"):

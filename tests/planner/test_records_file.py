@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from functools import partial
 from hashlib import sha256
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,6 +127,39 @@ def test_a_file_is_that_of_the_plain_settings_of_classes_and_of_where_they_are_d
     assert len({path, of_class, of_global}) == 3
     monkeypatch.setitem(globals(), "OTHER", 2)  # which the code of the class does not name
     assert file_of(tmp_path, Repeats(4, 4)) == of_global
+
+
+class Settings:
+    """What a program keeps its settings in: the class, an object of it, and one inside of another."""
+
+    times, unused = 1, 1
+
+
+CONFIG = SimpleNamespace(model=Settings(), times=1)
+
+
+def times_of_config():
+    return CONFIG.model.times
+
+
+class ReadsConfig(nn.Linear):
+    def forward(self, x):
+        for _ in range(times_of_config() * Settings.times * CONFIG.times):
+            x = super().forward(x)
+        return x
+
+
+@pytest.mark.parametrize("holder", [Settings, CONFIG, CONFIG.model])
+def test_a_file_is_that_of_the_settings_that_code_reads_of_objects_and_in_functions_that_it_calls(
+    tmp_path, monkeypatch, holder
+):
+    path = file_of(tmp_path, ReadsConfig(4, 4))
+    assert file_of(tmp_path, ReadsConfig(4, 4)) == path
+    monkeypatch.setattr(holder, "times", 8)
+    changed = file_of(tmp_path, ReadsConfig(4, 4))
+    assert changed != path
+    monkeypatch.setattr(holder, "unused", 8, raising=False)
+    assert file_of(tmp_path, ReadsConfig(4, 4)) == changed
 
 
 @pytest.mark.parametrize("wrap", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal])

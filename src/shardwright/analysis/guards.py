@@ -8,7 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 
+import torch
+
 _PACKAGE = str(Path(__file__).parents[1])
+_NOT_USERS = _PACKAGE, str(Path(torch.__file__).parent)
 _OF_TORCH = frozenset(("torch.overrides", "torch.utils._python_dispatch", "torch._ops", "torch._tensor"))
 """The modules whose functions stand, beside this package's, between code that asks for a value and what answers it."""
 
@@ -17,24 +20,50 @@ def answer_of_guard() -> bool | None:
     """Returns the answer with which the code that asks for a condition's value right now goes on.
 
     That is False in ``if value.isnan().any(): raise ...`` and True in ``assert value.isfinite().all()``. None if the
-    condition is no guard: neither of its branches, or both, begin with a ``raise``.
+    condition is no guard: neither of its branches, or both, begin with a ``raise``, or code around it may catch what is
+    raised, in the same function or in one that called it.
 
     >>> import torch
     >>> from shardwright.analysis.meta_values import MetaValues
-    >>> def layer(x):
-    ...     if x.isnan().any():
-    ...         raise ValueError("not a number")
-    ...     assert x.isfinite().all(), "not finite"
-    ...     return x + 1
+    >>> from shardwright.analysis.module_calls import call_model
+    >>> class Layer(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         if x.isnan().any():
+    ...             raise ValueError("not a number")
+    ...         assert x.isfinite().all(), "not finite"
+    ...         return x + 1
     >>> x = torch.empty(3, device="meta")
     >>> with MetaValues():
-    ...     layer(x).shape
+    ...     call_model(Layer(), x).shape
     torch.Size([3])
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _answers(frame):
         frame = frame.f_back
-    return None if frame is None else _answer_at(frame.f_code, frame.f_lasti)
+    if frame is None:
+        return None
+    answer = _answer_at(frame.f_code, frame.f_lasti)
+    return None if answer is None or _may_be_caught(frame) else answer
+
+
+def _may_be_caught(frame: FrameType | None) -> bool:
+    """Whether code that has called a frame, or the frame's own, may catch an error: all up to the call of the model."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "call_model" and code.co_filename.startswith(_PACKAGE):
+            return False
+        is_users = not code.co_filename.startswith(_NOT_USERS)
+        if is_users and any(start <= frame.f_lasti < stop for start, stop in _guarded(code)):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@lru_cache(maxsize=1024)
+def _guarded(code: CodeType) -> tuple[tuple[int, int], ...]:
+    """Returns the ranges of instructions around which a function has a handler: ``try``, or ``with``."""
+    entries = dis._parse_exception_table(code)  # type: ignore[attr-defined]  # of dis.Bytecode too, which is public
+    return tuple((each.start, each.end) for each in entries)
 
 
 def _answers(frame: FrameType) -> bool:

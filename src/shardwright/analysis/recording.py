@@ -24,7 +24,7 @@ from shardwright.analysis.device_moves import TAKES_GRADIENT, call_on_meta
 from shardwright.analysis.meta_values import MetaValues, view_key
 from shardwright.analysis.module_log import ParameterUse
 from shardwright.analysis.operator_results import check_not_nested, leaves_of, map_tensors, tensors_of
-from shardwright.analysis.recurrent_calls import recurrent_call, with_states
+from shardwright.analysis.recurrent_calls import recurrent_call, with_given_states, with_states
 from shardwright.operator_schemas import viewed_arguments, written_arguments
 
 WHOLE_CALLS: dict[Callable[..., Any], tuple[str, ...]] = {
@@ -342,11 +342,17 @@ class Recorded(MetaValues):
             function, seen_args, seen_named, made, hidden, self.recurring > 0 and name_of(function) in PRODUCTS
         )
 
+    def is_input(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor is an input of the model."""
+        return self.use(tensor, "constant").kind == "input"
+
     def gathered(self, tensor: Tensor) -> Tensor:
         """Returns a copy of what a recurrent layer gives, recorded as one that ranks gather (:class:`RecordedCall`)."""
         with self.quiet(), torch._C.DisableTorchFunction():
             made = tensor.clone()
-        self._append(torch.ops.aten.clone.default, (self.use(tensor),), {}, (self.use(made),), False, True)
+        use = self.use(tensor, "constant")
+        kind = "constant" if use.kind == "constant" else ""
+        self._append(torch.ops.aten.clone.default, (use,), {}, (self.use(made, kind),), False, True)
         return made
 
     def _append(self, function: Any, args: Any, named: Any, results: Any, is_hidden: bool, is_gathered: bool) -> None:
@@ -417,6 +423,8 @@ class _WholeCalls(TorchFunctionMode):
         # torch.vmap and similar transforms wrap tensors, so the mode that runs a model on shards does not know a shard
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
         recurs = not transformed and recurrent_call(func, args, named) is not None
+        if recurs:
+            args = with_given_states(func, args, self._recorded.gathered, self._recorded.is_input)
         self._recorded.depth += 1
         self._recorded.transformed += transformed
         self._recorded.recurring += recurs

@@ -81,13 +81,28 @@ def recurrent_call(function: Any, args: tuple[Any, ...], named: Mapping[str, Any
     )  # fmt: skip
 
 
-def with_states(function: Any, results: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns the results of a recurrent function with what it gives as its state and output changed.
+def with_given_states(
+    function: Any, args: tuple[Any, ...], change: Callable[[Tensor], Tensor], is_input: Callable[[Tensor], bool]
+) -> tuple[Any, ...]:
+    """Returns the arguments of a recurrent function with the states that it is given changed.
 
-    What an LSTM keeps beside them, the state of its cells, is left as it is.
+    The memory of one ``nn.LSTMCell`` is left as it is, unless it is an input of the model.
+    """
+    place = 2 if function in _LAYERS and isinstance(args[1], Tensor) and not isinstance(args[3], bool) else 1
+    states = args[place]
+    if isinstance(states, Tensor):
+        return (*args[:place], change(states), *args[place + 1 :])
+    first, memory = states
+    changed = change(first), memory if function in _CELLS and not is_input(memory) else change(memory)
+    return (*args[:place], changed, *args[place + 1 :])
+
+
+def with_states(function: Any, results: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Returns the results of a recurrent function with its outputs and states changed.
+
+    The memory of one ``nn.LSTMCell``, which the next step takes, is left as it is.
     """
     if isinstance(results, Tensor):
         return change(results)
-    kind = {**_LAYERS, **_CELLS}[function]
-    kept = results[len(results) - 1 :] if kind == "lstm" else ()
+    kept = results[1:] if function in _CELLS else ()
     return (*map(change, results[: len(results) - len(kept)]), *kept)

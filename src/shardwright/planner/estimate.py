@@ -20,6 +20,7 @@ from shardwright.cost.operators import MESSAGE_STARTS
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import OWN, Factor, Layout, Option, Precision
 from shardwright.parallelize.auto import num_shares
+from shardwright.plan.event_stages import UNEVEN
 from shardwright.plan.plan import Plan
 from shardwright.planner.layout_records import LayoutRecords
 from shardwright.planner.pass_cost import OperatorsAlone, PassCost, PassShares
@@ -155,6 +156,15 @@ class Estimator:
             return None
         return self._put_together(layout, alone, share, schedule, plain["stages"])
 
+    def stages_of(self, layout: Layout) -> tuple[object, ...]:
+        """Returns a key that layouts share whose stages are cut alike: of as many chunks, for as many samples."""
+        kinds = {name: axis.kind for name, axis in layout_axes().items()}
+        stages = tuple(f for f in layout.factors if kinds[f.axis] == "stages")
+        operators = tuple(f for f in layout.factors if kinds[f.axis] == "operators")
+        schedule = self._schedule(stages)
+        cut = schedule and (schedule.chunks, schedule.returns)
+        return prod(f.size for f in stages), cut, operators, self._samples(layout)
+
     def refusal(self, layout: Layout) -> str:
         """Returns why :meth:`estimate` gives None; "" if the model refused the operators, which it says itself."""
         kinds = {name: axis.kind for name, axis in layout_axes().items()}
@@ -219,7 +229,11 @@ class Estimator:
         stages, number = prod(f.size for f in factors), layout.num_microbatches
         copies, samples = num_shares(layout) // number, self._samples(layout)
         slowest, blocks, last_blocks = self._cut(passes, stages, schedule.chunks)
-        cluster, next_stage = self.pricing.cluster, (0, layout.num_ranks // stages)
+        cluster, of_stage = self.pricing.cluster, layout.num_ranks // stages
+        next_stage = 0, of_stage
+        # of the neighbors some are on two nodes, if a node has fewer ranks than the stages
+        node = cluster.nodes.ranks_per_node
+        apart = (node - of_stage, node) if of_stage <= node < layout.num_ranks else next_stage
         alike = self._num_alike(passes.operators) if schedule.scatters and stages > 1 else 1
         gather_s = cluster.message_s("all_gather", self.sent_bytes * samples, range(alike))
         copied_s = self._copied(passes, share, layout)
@@ -232,7 +246,10 @@ class Estimator:
         passes_s = (number * slowest + schedule.idle * (stages - 1)) * mean_s + (number - 1) * adds_s
         transfers = schedule.waits_by_stage * (stages - 1) + schedule.waits_by_microbatch * number
         if stages > 1:
-            passes_s += transfers * cluster.message_s("send", self.sent_bytes * samples / alike, next_stage)
+            sent_s = cluster.message_s("send", self.sent_bytes * samples / alike, next_stage)
+            # a slow link sends the activations and gradients of all microbatches one after the other
+            slow_s = cluster.message_s("send", self.sent_bytes * samples / alike, apart)
+            passes_s = max(passes_s + transfers * sent_s, 2 * schedule.chunks * number * slow_s)
         stride = max(1, layout.num_ranks // (copies * stages))
         ranks = range(0, copies * stride, stride)
         held = self._held(passes, factors, schedule, blocks, last_blocks)
@@ -367,26 +384,31 @@ class Estimator:
     def _cut(self, passes: PassCost, stages: int, chunks: int) -> tuple[float, float, float]:
         """Returns how many times the mean the slowest stage takes, and the blocks of a stage and of the last one.
 
-        Stages have whole blocks only. What is not of a block, such as the head, is taken to be in the last chunk, which
-        has so many blocks fewer.
+        Stages have whole blocks, if that is even enough, or else halves; the chunks of one may have unlike numbers of
+        them. What is not of a block, such as the head, is taken to be in the last stage, which has so many blocks
+        fewer.
         """
         blocks, number = max(1, self.num_blocks), stages * chunks
         if stages == 1 or not self.num_blocks or not passes.has_rest or blocks < number:
             return 1.0, blocks / stages, blocks / stages
         key = passes.operators, passes.recompute, stages, chunks
         if key not in self._cuts:
-            rest = passes.rest_s
-            of_block = (passes.forward_s + passes.backward_s - rest) / blocks
-            end = blocks * passes.rest_flops / (1 - passes.rest_flops)  # stages are cut by FLOPs, here in blocks
-            found = []
-            for last in range(blocks // number + 1):
-                others = -(-(blocks - last) // (number - 1))
-                found.append((max(chunks * others, (chunks - 1) * others + last + end), -last, others))
-            _, last, others = min(found)
-            last_s = ((chunks - 1) * others - last) * of_block + rest
-            slowest = max(1.0, max(chunks * others * of_block, last_s) * stages / (rest + blocks * of_block))
-            self._cuts[key] = slowest, chunks * others, (chunks - 1) * others - last
+            whole = self._cut_in(passes, stages, chunks, 1)
+            self._cuts[key] = whole if whole[0] <= UNEVEN else self._cut_in(passes, stages, chunks, 2)
         return self._cuts[key]
+
+    def _cut_in(self, passes: PassCost, stages: int, chunks: int, parts: int) -> tuple[float, float, float]:
+        """Returns what :meth:`_cut` does, of stages that may begin at each of the ``parts`` of a block."""
+        blocks, rest = parts * self.num_blocks, passes.rest_s
+        of_block = (passes.forward_s + passes.backward_s - rest) / blocks
+        end = blocks * passes.rest_flops / (1 - passes.rest_flops)  # stages are cut by FLOPs, here in blocks
+        found = []
+        for last in range(chunks - 1, blocks // stages + 1):  # the last chunk may have the head alone
+            others = -(-(blocks - last) // (stages - 1))
+            found.append((max(others, last + end), -last, others))
+        _, fewer, others = min(found)
+        slowest = max(1.0, max(others * of_block, rest - fewer * of_block) * stages / (rest + blocks * of_block))
+        return slowest, others / parts, -fewer / parts
 
     def _samples(self, layout: Layout) -> int:
         return -(-self.batch // num_shares(layout))

@@ -193,7 +193,7 @@ def notes_of(plans: Plans) -> list[tuple[str, str]]:
         found.append((
             "not priced", f"{plans.found.unpriced:,} layouts whose estimates are less than {TOO_LONG - 1:.0%} above "
             "the best price: one of them may be faster, since estimates of a GPT of 13 B were off by as much; "
-            f"--most-priced {2 * plans.found.priced} prices more of them",
+            f"--most-priced {2 * max(plans.found.priced, plans.found.most)} prices more of them",
         ))  # fmt: skip
     found += _of_published_runs(plans)
     found += [("network", each) for each in _assumed_network(plans)]

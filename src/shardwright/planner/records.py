@@ -66,6 +66,10 @@ differ in what they hold where they are the first or the last, the third for lay
 (``dp2/zero3``)."""
 
 
+UNLIKE_STAGES = "stages that are not alike would each have to be rehearsed"
+"""What the error says of a layout that a search does not rehearse."""
+
+
 def record_layout(
     job: Job, layout: Layout, batch: tuple[Any, Any], device_type: str, *, optimizer: Any = torch.optim.AdamW,
     whole: bool = False, most_whole: int | None = None, model_plans: ModelPlans | None = None,
@@ -94,7 +98,7 @@ def record_layout(
         make_plan(job, layout)  # the outline is that of another layout: this one may be refused
     if most_whole is not None and shape.schedule.num_stages > most_whole:
         raise LayoutError(
-            "stages that are not alike would each have to be rehearsed",
+            UNLIKE_STAGES,
             given=f"{shape.schedule.num_stages} stages; {why}",
             allowed=f"{most_whole} in a search",
             fix="price this layout alone, with --layout",

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
+from inspect import getattr_static
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import FunctionType
@@ -176,23 +177,47 @@ def _code_of(roots: list[nn.Module]) -> bytes:
     return repr((facts, sorted(map(_state, files)), _settings_of(kinds))).encode()
 
 
-def _settings_of(kinds: set[type]) -> list[str]:
-    """Returns the plain values that the classes of modules have, and those of global variables that their code names.
+_DEEPEST = 3
+"""How many attributes of attributes code is taken to read of a global variable: ``config.model.depth`` has two."""
 
-    A function that builds a model may set such a value, which no file shows. Torch's own are left out.
+
+def _settings_of(kinds: set[type]) -> list[str]:
+    """Returns the plain values that the classes of modules have, and those of global variables that their code reads.
+
+    A function that builds a model may set such a value, which no file shows. Code reads it by its own name, as an
+    attribute of an object, a class or an imported module (``config.depth``), or in a function that it calls. What is
+    in torch and in this library is left out.
     """
-    found = set[str]()
+    found, seen = set[str](), set[int]()
+    waiting: list[FunctionType] = []
     for kind in kinds:
-        if kind.__module__.partition(".")[0] in ("torch", "shardwright"):
+        if _is_ours(kind.__module__):
             continue
         own = {f"{kind.__qualname__}.{name}": value for name, value in vars(kind).items() if not name.startswith("__")}
-        around = vars(sys.modules[kind.__module__])
-        functions = (getattr(each, "__func__", each) for each in own.values())  # of static and class methods too
-        codes = (code for each in functions if isinstance(each, FunctionType) for code in code_objects(each))
-        named = {name for code in codes for name in code.co_names}
-        own |= {name: around[name] for name in named & around.keys()}
         found |= {f"{kind.__module__}.{name}={value!r}" for name, value in own.items() if _is_plain(value)}
+        functions = (getattr(each, "__func__", each) for each in vars(kind).values())  # of static and class methods too
+        waiting += [each for each in functions if isinstance(each, FunctionType)]
+    while waiting:
+        function = waiting.pop()
+        if id(function) in seen or _is_ours(function.__module__ or ""):
+            continue
+        seen.add(id(function))
+        named = {name for code in code_objects(function) for name in code.co_names}
+        read = [(name, function.__globals__[name]) for name in named & function.__globals__.keys()]
+        while read:
+            path, value = read.pop()
+            if _is_plain(value):
+                found.add(f"{function.__module__}.{path}={value!r}")
+            elif isinstance(value, FunctionType):
+                waiting.append(value)
+            elif path.count(".") < _DEEPEST and not _is_ours(getattr(value, "__name__", type(value).__module__)):
+                inside = ((f"{path}.{each}", getattr_static(value, each, None)) for each in named)
+                read += [each for each in inside if each[1] is not None]
     return sorted(found)
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in ("torch", "shardwright")
 
 
 def _is_plain(value: Any) -> bool:

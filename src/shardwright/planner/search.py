@@ -27,6 +27,7 @@ from shardwright.planner.estimate import TOO_LONG, TOO_MUCH, Estimate, Estimator
 from shardwright.planner.layout_records import LayoutRecords
 from shardwright.planner.memory import host_bytes
 from shardwright.planner.price import Price, Pricing
+from shardwright.planner.records import UNLIKE_STAGES
 from shardwright.planner.search_constraints import SearchConstraints
 from shardwright.planner.search_result import SearchResult
 from shardwright.planner.short import ShortModel
@@ -50,7 +51,7 @@ def search(
     memory of a layout's step; a layout for which it raises LayoutError or PlanError is left out. ``short`` gives those
     of a model with few blocks, for the estimates; without it they are of the whole model.
     """
-    found = SearchResult()
+    found = SearchResult(most=wanted.most)
 
     def alone(layout: Layout, samples: int) -> LayoutRecords | None:
         try:
@@ -90,6 +91,7 @@ class _Search:
         self.estimates = {str(each.layout): each for each in first_estimates(estimator, wanted, found)}
         LOG.info("estimated %s layouts; the best are rehearsed and priced", f"{len(self.estimates):,}")
         self.tried: set[str] = set()
+        self.unlike: set[object] = set()  # ways to cut the model into stages that are not alike
         self.done: set[tuple[object, ...]] = set()
 
     def price_best(self) -> None:
@@ -103,9 +105,16 @@ class _Search:
             self._price(min(likely, key=self._order).layout)
 
     def left(self) -> list[Estimate]:
-        """Returns the estimates of layouts that were not tried, and do not do the same as one that was."""
+        """Returns the estimates of layouts that were not tried, and do not do the same as one that was.
+
+        Nor are those among them whose stages are those of a layout that was refused because they are not alike.
+        """
         return [
-            each for line, each in self.estimates.items() if line not in self.tried and _effect(each) not in self.done
+            each
+            for line, each in self.estimates.items()
+            if line not in self.tried
+            and _effect(each) not in self.done
+            and not (self.unlike and self.estimator.stages_of(each.layout) in self.unlike)
         ]
 
     def _least_s(self, each: Estimate) -> float:
@@ -184,6 +193,8 @@ class _Search:
         for line, same in self.estimates.items():
             if line not in self.tried and _effect(same) in self.done:
                 found.reject("options that change nothing there", same.layout)
+            elif line not in self.tried and self.unlike and self.estimator.stages_of(same.layout) in self.unlike:
+                found.reject(UNLIKE_STAGES, same.layout)
         for left in sorted(self.left(), key=self._order):
             if isinf(self._least_s(left)):
                 detail = f"{left.memory_bytes / 1e9:.3g} of {limit / 1e9:.3g} GB, as estimated"
@@ -221,6 +232,8 @@ class _Search:
             priced = self.estimator.pricing.price(layout, self.record(layout, self.estimator.batch))
         except (LayoutError, PlanError) as error:
             self.found.refused(error, layout)
+            if error.what == UNLIKE_STAGES:
+                self.unlike.add(self.estimator.stages_of(layout))
             return
         is_held = host_fits(priced, self.estimator.pricing.cluster) is not False
         fits = priced.memory_bytes <= self.wanted.limit_bytes and is_held

@@ -27,6 +27,8 @@ class SearchResult:
     """By reason, what the constraint is for the layout in ``nearest``, as "91 GB of 74"; not for all reasons."""
     remedies: dict[str, str] = field(default_factory=dict)
     """By reason, the ``fix`` of the LayoutError or PlanError that left layouts out; other reasons are no errors."""
+    most: int = 0
+    """The most layouts that the search was to price."""
     unpriced: int = 0
     """The layouts that might be better than the best, by their estimates, and were not priced."""
     failure: PlanError | None = None

@@ -7,20 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from shardwright.operator_schemas import writes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class ReadOnlyData(Tensor):
     """A tensor into which nothing may be written, because it would be lost: what ``parameter.data`` gives.
 
-    Writes through ``data`` leave no trace in the parameter, as a version count, so they are refused at once. Results of
-    operators on it, copies, and what a file of it holds, are plain tensors.
+    Writes through ``data`` leave no trace in the parameter, as a version count, so they are refused at once, and so are
+    those through views of it. Other results of operators on it, copies, and what a file of it holds, are plain tensors.
 
     >>> data = ReadOnlyData.of(torch.ones(2), lambda: ValueError("would be lost"))
     >>> data + 1
     tensor([2., 2.])
-    >>> data.zero_()
+    >>> data[0].zero_()
     Traceback (most recent call last):
     ValueError: would be lost
     """
@@ -39,13 +38,24 @@ class ReadOnlyData(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
-        """Runs ``func``, with plain tensors as results. Raises the refusal if it writes into such data."""
-        written = args[0] if args and writes(func) else (kwargs or {}).get("out")
-        if isinstance(written, ReadOnlyData):
-            raise written.refusal()
+        """Runs ``func``; views of such data among its results are such data too, and all others plain tensors.
+
+        Raises the refusal if the data, or a view of it, has been written into.
+        """
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, ReadOnlyData)]
         with torch._C.DisableTorchFunctionSubclass():
+            before = [each._version for each in given]
             found = func(*args, **(kwargs or {}))
-            return found.as_subclass(Tensor) if isinstance(found, ReadOnlyData) else found
+            if before != [each._version for each in given]:
+                raise given[0].refusal()
+            places = {each.untyped_storage()._cdata for each in given}
+
+            def marked(result: Tensor) -> Tensor:
+                plain = result.as_subclass(Tensor) if isinstance(result, ReadOnlyData) else result
+                is_view = plain.layout is torch.strided and plain.untyped_storage()._cdata in places
+                return ReadOnlyData.of(plain, given[0].refusal) if is_view else plain
+
+            return tree_map_only(Tensor, marked, found) if given else found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Returns a plain tensor with a copy of the values."""

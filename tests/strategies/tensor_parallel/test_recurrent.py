@@ -86,7 +86,7 @@ def test_some_hidden_units_on_each_rank_give_what_torch_gives_and_its_gradients(
 
     for rank, (found, gradients, cut) in enumerate(run_on_threads(Mesh(tp=size), work)):
         torch.testing.assert_close(found, expected)
-        assert cut == [kind == "LSTM" and number == len(found) - 1 for number in range(len(found))]  # the cells alone
+        assert cut == [kind == "LSTM" and form == "cell" and number == 1 for number in range(len(found))]
         for got, wanted in zip(gradients, expected_gradients, strict=True):
             if got.shape != wanted.shape:
                 wanted = wanted[list(held(rows_of(size, len(wanted) // UNITS), rank))]

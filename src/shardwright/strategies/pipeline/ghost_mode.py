@@ -31,6 +31,7 @@ from shardwright.analysis.forward_record import (
     tag_value,
     value_name,
 )
+from shardwright.analysis.guards import answer_of_guard
 from shardwright.analysis.hidden_outputs import hidden_tensors, refused_output
 from shardwright.analysis.meta_values import PACK
 from shardwright.analysis.module_calls import call_model
@@ -153,6 +154,9 @@ class GhostMode(TorchFunctionMode):
         except (RuntimeError, NotImplementedError) as failure:
             if not any(tensor.is_meta for tensor in given):
                 raise
+            goes_on = answer_of_guard() if func in (Tensor.__bool__, Tensor.item) else None
+            if goes_on is not None:  # the stage that has the value answers it
+                return goes_on
             raise PlanError(
                 f"the code between modules reads a value that another stage computes: {name}",
                 given=self._where(),

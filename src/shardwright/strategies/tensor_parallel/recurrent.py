@@ -9,12 +9,13 @@ state of all units, so it is gathered after each::
              ^                                                                                               |
              +----------------------------------- all-gather ------------------------------------------------+
 
-What the layer gives is whole: its steps have been gathered already. The cells of an LSTM are needed by their own rank
-alone, and stay cut.
+What a layer gives is whole: its steps have been gathered already, and the memory of an LSTM's last step is gathered
+then. That of an ``nn.LSTMCell``, which its own rank alone needs, stays cut.
 
 Traffic: for each layer, direction and step, one all-gather of the state forward and one reduce-scatter of its gradient
     backward (samples x units), of the last step none; for each input and each initial state that has a gradient, one
-    all-reduce backward. For a cell that code calls itself, one all-gather forward, and backward one all-reduce.
+    all-reduce backward; for the memory of each layer of an LSTM after the last step, one all-gather forward. For a cell
+    that code calls itself, one all-gather forward, and backward one all-reduce.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class RecurrentHost(CallHost, Protocol):
 def recurrent_on_parts(host: RecurrentHost, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Returns what a recurrent function of torch returns, where ranks hold the weights of some hidden units each.
 
-    Outputs and states are whole; the cells of an LSTM are a part, cut by units. Weights that are cut in another way are
-    all-gathered, and all ranks compute the whole.
+    Outputs and states are whole; the memory of an ``nn.LSTMCell`` is a part, cut by units. Weights that are cut in
+    another way are all-gathered, and all ranks compute the whole.
     """
     call = recurrent_call(function, args, named)
     cuts = [] if call is None else [_cut_of(each, call.kind, host.axis.size) for each in call.weights]
@@ -91,29 +92,29 @@ class _RecurrentPart:
         self.sizes = [cut.count(rank) for rank in range(host.axis.size)]
 
     def layers(self, call: RecurrentCall) -> tuple[Tensor, ...]:
-        """Returns the outputs and the states of all layers, whole, and of an LSTM the cells of this rank's units."""
+        """Returns the outputs of the last layer and the states of all, and of an LSTM their memory too, all whole."""
         turns = call.batch_first and call.batch_sizes is None
         x = self.host.whole(call.input)
         x = x.transpose(0, 1) if turns else x
         sizes = None if call.batch_sizes is None else call.batch_sizes.tolist()
         first = self.host.whole(call.states[0]).unbind(0)
         first_cells = self._own(call.states[1]).unbind(0) if self.has_cells else first
-        states, cells, outputs = list[Tensor](), list[Tensor](), list[Tensor]()
-        for number, weights in enumerate(call.weights):
-            is_second = call.bidirectional and number % 2 > 0
-            output, state, own_cells = self._walk(
-                x, first[number], first_cells[number], weights, sizes, backwards=is_second
-            )
-            states.append(state)
-            cells.append(own_cells)
-            outputs.append(output)
-            if is_second or not call.bidirectional:
-                x = torch.cat(outputs, -1) if is_second else output
-                outputs.clear()
-                if call.dropout and number < len(call.weights) - 1:
-                    x = functional.dropout(x, call.dropout)
+        states, cells = list[Tensor](), list[Tensor]()
+        ways = 2 if call.bidirectional else 1
+        for start in range(0, len(call.weights), ways):
+            found = [
+                self._walk(x, first[n], first_cells[n], call.weights[n], sizes, backwards=n > start)
+                for n in range(start, start + ways)
+            ]
+            outputs, of_layer, own_cells = zip(*found, strict=True)
+            x = torch.cat(outputs, -1) if ways > 1 else outputs[0]
+            states += of_layer
+            if self.has_cells:  # of one layer at once: dropout between layers makes each a call of its own
+                cells.append(cut_to_whole(torch.stack(own_cells), self.axis, 2, self.sizes))
+            if call.dropout and start + ways < len(call.weights):
+                x = functional.dropout(x, call.dropout)
         x = x.transpose(0, 1) if turns else x
-        return (x, torch.stack(states), *([self._tagged(torch.stack(cells))] if self.has_cells else []))
+        return (x, torch.stack(states), *([torch.cat(cells)] if cells else []))
 
     def cell(self, call: RecurrentCall) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the state after one step, whole, and of an LSTM the cells of this rank's units too."""
