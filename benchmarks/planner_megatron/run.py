@@ -3,8 +3,9 @@
 Narayanan et al. 2021, arXiv:2104.04473: weak scaling of GPTs of 1.7 billion to 1 trillion parameters on 32 to 3,072
 A100s (Table 1), and models of 175 and 530 billion on growing numbers of them, by Megatron-LM and by ZeRO-3 (Table 2).
 The tables give the FLOP/s of a device; microbatches and chunks of a stage are those of the scripts that the authors
-published (``examples/academic_paper_scripts/sc21`` in NVIDIA/Megatron-LM). Nothing is fitted to these rows, and no constant was chosen by them. Each layout is rehearsed as this library
-would run it: in fp16, with full recomputation and dropout.
+published (``examples/academic_paper_scripts/sc21`` in NVIDIA/Megatron-LM). Nothing is fitted to these rows; how
+anchors correct predictions was changed after they were seen. Each layout is rehearsed as this library would run it: in
+fp16, with full recomputation and dropout.
 """
 
 import argparse

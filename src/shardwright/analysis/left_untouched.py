@@ -24,7 +24,7 @@ def left_untouched(model: nn.Module, *, replaced_only: bool = False) -> Iterator
 
     >>> layer = nn.Linear(2, 2)
     >>> with left_untouched(layer):
-    ...     layer.weight.data.zero_()
+    ...     layer(layer.weight.detach()).sum().backward()
     Traceback (most recent call last):
     shardwright.errors.PlanError: code in a copy of the model has used the model itself: 'weight' has changed
       ...

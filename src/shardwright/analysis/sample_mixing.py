@@ -417,6 +417,8 @@ def _normalises_some(call: RecordedCall, recording: Recording, axes: RunAxes) ->
 
     The chunks of a rank's samples are not those of the whole batch.
     """
-    over = {leaf for place, axis in enumerate(axes.of(call.operands[0])) if place != 1 for leaf in leaves(axis)}
+    dims = [{*leaves(axis)} for axis in axes.of(call.operands[0])]
+    over, every = set().union(*(dim for place, dim in enumerate(dims) if place != 1)), set().union(*dims)
     each = (axes.of_samples([given]) for given in recording.inputs)
-    return any(samples & over and samples - over for samples in each)
+    # samples that lie side by side among the channels, as pairs of them, are apart there
+    return any(samples & over and samples - every for samples in each)

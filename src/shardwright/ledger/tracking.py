@@ -37,6 +37,7 @@ ELSEWHERE = ("host", "disk")
 """The places of offloaded state. Its bytes are in no snapshot, since they are not the device's memory."""
 
 _OURS = "shardwright."
+_MODES = (f"{_OURS}ledger.", f"{_OURS}analysis.device_moves", f"{_OURS}analysis.meta_values")
 _BACKENDS = (
     "threads",
     "process_groups",
@@ -264,11 +265,14 @@ class RehearsalTracker(Tracker):
 
 
 def _calling_module() -> str:
-    """Returns the name of the innermost shardwright module on the stack outside of the ledger; empty without one."""
+    """Returns the name of the innermost shardwright module on the stack, or "" without one.
+
+    The ledger and the modes under which a rehearsal runs, which call what any module asks of torch, do not count.
+    """
     frame: FrameType | None = sys._getframe(3)
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
-        if name.startswith(_OURS) and not name.startswith(f"{_OURS}ledger."):
+        if name.startswith(_OURS) and not name.startswith(_MODES):
             return name
         frame = frame.f_back
     return ""

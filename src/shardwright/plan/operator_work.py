@@ -15,6 +15,9 @@ from shardwright.analysis.recording import Recording
 from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves
 from shardwright.plan.plan import OperatorWork, Plan
 
+_WEIGHT = {"linear": 1, "convolution": 1}
+"""The operators that take a bias beside a weight, and the number of the operand that is the weight."""
+
 
 def operator_work(
     plan: Plan, recording: Recording, axes: RunAxes, gathered: Collection[str] = ()
@@ -49,6 +52,9 @@ def operator_work(
         if not flops:
             continue
         weights = [use.name for use in call.operands if use.kind == "parameter"]
+        at = _WEIGHT.get(call.name)
+        if at is not None and call.operands[at].kind != "parameter":
+            weights = []  # of a weight that code computes, as by a norm, there is a bias alone
         if weights:
             dividing = {axis for name in weights for axis in plan.compute[name].cut_dims}
         else:

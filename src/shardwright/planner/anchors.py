@@ -30,6 +30,9 @@ COMMON, FAR = 0.2, 1.5
 times as long as predicted runs take, or predictions as runs, that are taken to be of a slower or faster machine, and
 not of one that is expected to be as predicted. Both chosen."""
 
+LEAST = 0.05
+"""The least factor, of what all are expected to be: what another runtime hides or fuses takes some time still."""
+
 NINE_IN_TEN, MOST_ERROR = 1.645, 0.9
 """How many standard deviations nine in ten normal errors stay within; and the largest relative error that is stated."""
 
@@ -241,16 +244,17 @@ def factors_of(runs: Sequence[tuple[Parts, float]]) -> TimeScale:
     """
     if not runs:
         return TimeScale()
-    factors = _factors(runs)
-    return TimeScale(*factors, error=error_of(runs, factors))
+    factors, fitted = _factors(runs)
+    return TimeScale(*factors, error=error_of(runs, factors, fitted))
 
 
-def error_of(runs: Sequence[tuple[Parts, float]], factors: Parts) -> float:
+def error_of(runs: Sequence[tuple[Parts, float]], factors: Parts, fitted: float = 1.0) -> float:
     """Returns the relative error that nine in ten predictions, corrected by these runs, are taken not to exceed.
 
     It starts from :data:`INTERVAL`. Runs that agree with each other narrow it, from three on, and others widen it: the
     variance of the errors is estimated from the runs' own and from the interval, which counts as :data:`DEGREES` runs.
-    A factor of few runs carries their noise, so one or two widen it.
+    A factor of few runs carries their noise, so one or two widen it. ``fitted`` is how many factors the runs have
+    determined, three at most: one that stays near to what was expected counts as a part of one.
 
     >>> agreeing = [((1.0, 0.5, 0.5), 2.0)] * 6
     >>> [round(error_of(agreeing[:number], (1.0, 1.0, 1.0)), 3) for number in (1, 3, 6)]
@@ -258,18 +262,29 @@ def error_of(runs: Sequence[tuple[Parts, float]], factors: Parts) -> float:
     """
     width = INTERVAL / NINE_IN_TEN
     errors = (log(sum(map(mul, factors, parts)) / measured) / width for parts, measured in runs)
-    variance = (DEGREES + sum(each * each for each in errors)) / (DEGREES + len(runs) - 1)
-    return min(MOST_ERROR, INTERVAL * sqrt(variance * (1 + 1 / len(runs))))
+    variance = (DEGREES + sum(each * each for each in errors)) / (DEGREES + len(runs) - fitted)
+    return min(MOST_ERROR, INTERVAL * sqrt(variance * (1 + fitted / len(runs))))
 
 
-def _factors(runs: Sequence[tuple[Parts, float]]) -> Parts:
+def _factors(runs: Sequence[tuple[Parts, float]]) -> tuple[Parts, float]:
+    """Returns the factors, and how many of them the runs have determined."""
     common = sum(measured / sum(parts) for parts, measured in runs) / len(runs)
     if len(runs) == 1:
-        return common, common, common
+        return (common, common, common), 1.0
     before = common / min(max(common, 1 / FAR), FAR)  # what the factors are expected to be
     predicted = before * np.array([[part / measured for part in parts] for parts, measured in runs])
     shared = max(COMMON, abs(log(common / before))) ** 2
     weights = NOISE**2 * np.linalg.inv(shared * np.ones((3, 3)) + np.diag(np.square(SPREAD)))
-    found = before * np.linalg.solve(predicted.T @ predicted + weights, predicted.sum(0) + weights.sum(1))
-    products, memory, messages = (float(each) for each in found)
-    return (products, memory, messages) if min(found) > 0 else (common, common, common)
+    products = predicted.T @ predicted
+    wanted, matrix = predicted.sum(0) + weights.sum(1), products + weights
+    found, free = np.full(3, LEAST), np.ones(3, dtype=bool)
+    while free.any():
+        rest = wanted[free] - matrix[np.ix_(free, ~free)].sum(1) * LEAST
+        found[free] = np.linalg.solve(matrix[np.ix_(free, free)], rest)
+        if found.min() >= LEAST:
+            break
+        free[found.argmin()] = False
+        found[~free] = LEAST
+    fitted = float(np.trace(np.linalg.solve(matrix, products)))
+    first, second, third = (float(each) for each in before * found)
+    return (first, second, third), fitted

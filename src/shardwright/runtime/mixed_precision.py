@@ -59,6 +59,7 @@ class MasterWeights:
             parameter.data = parameter.data.to(self._dtypes[name])
         self._kinds = [(parameter, type(parameter)) for parameter in self.parameters.values()]
         self._marked = copied_parameter(self)
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._versions, self._may_be_stale = _versions_of(self.masters), False
         self._written = _versions_of(self.parameters)
 
@@ -74,7 +75,7 @@ class MasterWeights:
 
     def path_of(self, parameter: nn.Parameter) -> str:
         """Returns the name of a parameter of the model."""
-        return next(name for name, each in self.parameters.items() if each is parameter)
+        return self._names[id(parameter)]
 
     def _restart(self) -> None:
         for parameter, kind in self._kinds:

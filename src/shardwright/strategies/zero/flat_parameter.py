@@ -25,7 +25,7 @@ from shardwright.errors import PlanError
 from shardwright.mesh import balanced
 from shardwright.runtime.gradient_sync import UNREACHED, is_reached, mark_reached
 from shardwright.runtime.offload_storage import OffloadStorage
-from shardwright.strategies.zero.resharded import ShardedParameter, UnshardedParameter
+from shardwright.strategies.zero.resharded import GatheredParameter, ShardedParameter
 
 
 class UpdateState(Enum):
@@ -165,10 +165,10 @@ class FlatParameter:
         self._written = [_written(parameter) for parameter in self.parameters.values()]
 
     def mark_read(self, parameter: nn.Parameter) -> bool:
-        """Gives a parameter that is read between steps the class :class:`UnshardedParameter`; tells whether it did."""
+        """Gives a parameter that is read between steps the class :class:`GatheredParameter`; tells whether it did."""
         for (name, each), kind in zip(self.parameters.items(), self._kinds, strict=True):
             if each is parameter and type(each) is kind:
-                each.__class__ = UnshardedParameter
+                each.__class__ = GatheredParameter
                 own = self.sharded_parameters[name]
                 vars(each).update(path=name, shard=own, keeps_writes=self._shard_in_buffer)
                 return True
@@ -177,7 +177,7 @@ class FlatParameter:
     def unmark(self) -> None:
         """Gives parameters that :meth:`mark_read` has marked their own class again, if they are still unsharded."""
         for parameter, kind in zip(self.parameters.values(), self._kinds, strict=True):
-            if isinstance(parameter, UnshardedParameter):
+            if isinstance(parameter, GatheredParameter):
                 parameter.__class__ = kind  # type: ignore[assignment]  # the class that it had
 
     def reshard(self) -> None:

@@ -7,6 +7,7 @@ what it writes there would be lost.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -83,7 +84,7 @@ class ShardedParameter(nn.Parameter):
         return found
 
 
-class UnshardedParameter(nn.Parameter):
+class GatheredParameter(nn.Parameter):
     """A parameter of a run's model that code has read as an attribute between steps: whole, for as long as that lasts.
 
     Its gradient is that of the shard, as a :class:`ShardedParameter`'s is: it is dropped there, and not read or set
@@ -101,7 +102,7 @@ class UnshardedParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
         """Runs ``func``. Raises ShardError where it reads or sets the gradient, or writes into what would be lost."""
-        own = args[0] if args and isinstance(args[0], UnshardedParameter) else None
+        own = args[0] if args and isinstance(args[0], GatheredParameter) else None
         if own is not None and func == _SET and args[1] is not None:
             _refuse(func, args)
         if own is not None and func in (_SET, _DROP) and isinstance(own.shard, Tensor):
@@ -110,6 +111,9 @@ class UnshardedParameter(nn.Parameter):
             found = func(*args, **(kwargs or {}))
             if own is not None and func == _GRAD and found is None and getattr(own.shard, "grad", None) is not None:
                 _refuse(func, args)
+            if own is not None and func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+                found = found.as_subclass(GatheredParameter)  # nn.Parameter(p) wants the class of what it is given
+                vars(found).update(vars(own))
             if own is not None and func == _DATA and not own.keeps_writes:
                 return ReadOnlyData.of(found, partial(_lost_data, own.path))
             return found
@@ -140,7 +144,7 @@ def _refuse(func: Callable[..., Any], args: Sequence[Any]) -> None:
     """Raises ShardError for a call with a resharded parameter."""
     name = getattr(getattr(func, "__self__", None), "__name__", None) or getattr(func, "__name__", str(func))
     among = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else [arg])]
-    kinds = ShardedParameter | UnshardedParameter
+    kinds = ShardedParameter | GatheredParameter
     path = next((each.path for each in among if isinstance(each, kinds)), "a parameter")
     if func in (_GRAD, _SET):  # a new object each time
         fix = f"write run.parameters['{path}'].grad; to clip, write run.clip_grad_norm_(max_norm)"
