@@ -37,7 +37,7 @@ ELSEWHERE = ("host", "disk")
 """The places of offloaded state. Its bytes are in no snapshot, since they are not the device's memory."""
 
 _OURS = "shardwright."
-_MODES = (f"{_OURS}ledger.", f"{_OURS}analysis.device_moves", f"{_OURS}analysis.meta_values")
+_MODES = f"{_OURS}ledger.", f"{_OURS}analysis."
 _BACKENDS = (
     "threads",
     "process_groups",
@@ -267,7 +267,8 @@ class RehearsalTracker(Tracker):
 def _calling_module() -> str:
     """Returns the name of the innermost shardwright module on the stack, or "" without one.
 
-    The ledger and the modes under which a rehearsal runs, which call what any module asks of torch, do not count.
+    The ledger does not count, nor do the modes of ``analysis``: they call what any module asks of torch, and of those
+    modes a first step has more than a second.
     """
     frame: FrameType | None = sys._getframe(3)
     while frame is not None:
