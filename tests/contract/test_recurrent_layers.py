@@ -14,8 +14,10 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import shardwright as sw
 from shardwright.comm.launch import launch
+from shardwright.errors import LayoutError
+from shardwright.layout import Layout
 from shardwright.models.given_loss import as_loss
-from shardwright.parallelize.planning import StepTraffic, structural_copy
+from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, structural_copy
 
 TOKENS, WIDTH, UNITS, CLASSES, SAMPLES, STEPS = 11, 6, 8, 5, 8, 4
 LINES = ["tp2", "tp3", "dp2/zero3 tp2", "tp2x2/2d", "tp2x2x2/2.5d", "pp2/1f1b mb2 dp2/zero1 tp2"]
@@ -253,3 +255,12 @@ def test_a_layer_that_projects_its_state_stays_whole():
         check_equal("tp2", case)
     finally:
         del MODELS["projects"]
+
+
+def test_a_refusal_names_recurrent_layers_and_which_can_be_cut():
+    layer = nn.LSTM(WIDTH, UNITS, proj_size=WIDTH)
+    job = job_for(layer, LOSS, Layout.parse("tp2"), torch.randn(STEPS, SAMPLES, WIDTH))
+    with pytest.raises(LayoutError) as raised:
+        make_plan(job, Layout.parse("tp2"))
+    assert "LSTM with LSTM '' (32, 6)" in str(raised.value)
+    assert "a recurrent layer without proj_size" in str(raised.value)

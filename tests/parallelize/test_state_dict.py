@@ -73,6 +73,22 @@ def test_values_that_the_next_update_would_undo_are_refused(line):
     assert all("write to run.parameters[name] and call run.changed()" in text for text in on_ranks(line, work, model))
 
 
+@pytest.mark.parametrize("line", ["tp2", "pp2 mb2", "tp2x2/2d", "pp2 mb2 tp2"])
+def test_whole_values_are_refused_where_a_rank_holds_parts(line):
+    def work(run):
+        with pytest.raises(PlanError, match="shapes of a rank's parts") as found:
+            run.model.load_state_dict(other.state_dict())
+        run.model.load_state_dict({name: p + 1 for name, p in run.model.named_parameters()})
+        run.changed()
+        return str(found.value), run.state_dict()
+
+    model, other = (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2))
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    for text, state in on_ranks(line, work, model):
+        assert "run.load_state_dict(state)" in text
+        assert all(torch.equal(value, first[name] + 1) for name, value in state.items())
+
+
 @pytest.mark.parametrize("line", ["tp2", "pp2 mb2", "tp2x2/2d", "dp2/zero3", "dp2/zero3 tp2"])
 def test_the_state_of_the_model_is_refused_on_every_rank_where_it_would_be_of_parts(line):
     def work(run):

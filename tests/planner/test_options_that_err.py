@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from shardwright.cli.planning import batches_in, ranks_in
 from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError
 from shardwright.planner.anchors import parse_anchor
+from shardwright.planner.plan_arguments import check_words
 from shardwright.planner.plan_text import warnings_of
-from shardwright.planner.plans import check_words, plan_layouts
+from shardwright.planner.plans import plan_layouts
 
 BATCH = torch.ones(8, 16), torch.zeros(8, dtype=torch.int64)
 
@@ -82,6 +84,14 @@ def test_a_precision_that_the_card_lacks_and_a_constant_at_its_bound_are_warned_
     assert "matmul_efficiency is at its bound" in warnings(bounded, "single")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no file that is always full")
+@pytest.mark.sampled(0)
+def test_a_page_for_which_there_is_no_room_is_named():
+    code, text = said(["--layout", "dp2", "--html", "/dev/full"])
+    assert code == 2
+    assert "No space left on device: '/dev/full'" in text
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("key", "value", "warns"), [("between_nodes", 50, False), ("in_node", 900, True)])
 def test_a_link_of_both_ways_is_warned_of_where_the_profile_knows_it(key, value, warns, tmp_path):
@@ -98,6 +108,33 @@ def test_what_a_fix_may_name_is_every_axis_option_and_precision(fix):
     with pytest.raises((LayoutError, PlanError)) as raised:
         plan_layouts(layers(), "a100-80gb:1x2", BATCH, fix=f"{fix} dp3", most_priced=1)
     assert "has this name" not in str(raised.value)
+
+
+WRONG = {
+    "a class for a model": ((nn.Linear, "a100-80gb:1x2", BATCH), {}, "write Linear(...)"),
+    "no cluster": ((layers(), None, BATCH), {}, "write plan_layouts(model, 'a100-80gb:1x8', batch)"),
+    "no sample": ((layers(), "a100-80gb:1x2", (BATCH[0][:0], BATCH[1][:0])), {}, "torch.zeros(64"),
+    "lists for tensors": ((layers(), "a100-80gb:1x2", ([1, 2], [1, 2])), {}, "torch.zeros(64"),
+    "no fix": ((layers(), "a100-80gb:1x2", BATCH), {"fix": None}, "write fix='tp8 dp/zero1'"),
+    "words as text": ((layers(), "a100-80gb:1x2", BATCH), {"without": "zb-v,offload"}, "without=['zb-v', 'offload']"),
+    "percent": ((layers(), "a100-80gb:1x2", BATCH), {"memory_limit": 92}, "write memory_limit=0.92"),
+    "no limit": ((layers(), "a100-80gb:1x2", BATCH), {"memory_limit": float("nan")}, "write memory_limit=0.92"),
+    "fewer tokens than none": ((layers(), "a100-80gb:1x2", BATCH), {"tokens": -5}, "write tokens=0"),
+    "nothing to price": ((layers(), "a100-80gb:1x2", BATCH), {"most_priced": 0}, "write most_priced=1"),
+    "an anchor without end": ((layers(), "a100-80gb:1x2", BATCH), {"anchors": {"dp2": float("inf")}}, "anchors={'dp8"),
+    "an anchor as text": ((layers(), "a100-80gb:1x2", BATCH), {"anchors": {"dp2": "0.5"}}, "anchors={'dp8"),
+    "a layout in two orders": (
+        (layers(), "a100-80gb:1x2", BATCH), {"anchors": {"dp2 bf16": 0.5, "bf16 dp2": 5.0}}, "'dp2 bf16=SECONDS' once",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_given_in_python_is_refused_with_what_to_write(name):
+    given, options, fix = WRONG[name]
+    with pytest.raises((LayoutError, PlanError)) as raised:
+        plan_layouts(*given, **options)
+    assert fix in str(raised.value)
 
 
 NONSENSE = st.text(alphabet="adptbzersmoxf0123456789/:,.=- ", max_size=14)

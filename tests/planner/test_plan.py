@@ -307,6 +307,24 @@ def test_what_hosts_hold_is_laid_beside_their_memory(tmp_path):
         on("host_memory_GB = -1")
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('type = "tpu"', "ranks cannot be on"),
+        ("memory_GB = 80000000000", "not above 10,000,000"),
+        ("in_node_GB_per_s = -5", "correct in_node_GB_per_s"),
+        ("nodes = 4", 'write nodes = "1x4" into '),
+        ("[peak_TFLOP_per_s]\nfp8 = 1979", "leave out fp8"),
+    ],
+)
+def test_a_figure_of_a_cluster_that_cannot_be_is_refused_with_what_to_write(line, said, tmp_path):
+    file = tmp_path / "cluster.toml"
+    file.write_text(f'profile = "h100-80gb"\n{line}\n')
+    with pytest.raises((LayoutError, PlanError)) as raised:
+        Cluster.parse(str(file), 4)
+    assert said in str(raised.value)
+
+
 @pytest.mark.sampled(0)
 def test_a_search_leaves_out_what_no_host_holds(tmp_path):
     file = tmp_path / "hosts.toml"

@@ -96,6 +96,10 @@ def test_a_strategy_with_an_axis_of_its_own_is_searched_without_an_edit():
         ("pp2/zb-v mb4", "", ("zb-v",), False),
         ("pp2 mb4", "", ("pp",), False),
         ("dp2/zero3/offload:disk", "", ("offload",), False),
+        ("tp2x2/2d", "tp4/2d", (), True),
+        ("tp2x2x2/3d", "tp4/2d", (), False),
+        ("dp2 recompute:full", "recompute", (), True),
+        ("dp2", "recompute", (), False),
     ],
 )
 def test_what_is_fixed_must_hold_and_what_is_left_out_must_not(line, fix, without, allowed):
@@ -379,6 +383,12 @@ def test_where_nothing_fits_what_would_is_priced():
 def test_a_grid_can_be_fixed():
     plans = plan_layouts(model(), "a100-80gb:1x4", BATCH, fix="tp2x2/2d", most_priced=1)
     assert str(plans.best.layout.factor("tp")) == "tp2x2/2d"
+
+
+@pytest.mark.sampled(0)
+def test_any_recomputation_can_be_fixed():
+    plans = plan_layouts(model(), "a100-80gb:1x2", BATCH, fix="recompute", most_priced=1)
+    assert plans.best.layout.recompute is not None
 
 
 def test_a_part_that_no_layout_has_is_named_with_what_can_be_without_it():

@@ -162,8 +162,10 @@ def test_a_replay_of_what_is_no_measured_run_says_so(run, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(kept))
     result = replay(tmp_path)
     assert (result.exit_code, "no part of the run" in result.stderr) == (2, True)
-    result = replay(run[0], "--batch", 4)
-    assert (result.exit_code, "a replay takes the options of the run" in result.stderr) == (2, True)
+    for option, value in (("--batch", 4), ("--html", tmp_path / "plan.html"), ("--fix", "dp2")):
+        result = replay(run[0], option, value)
+        assert (result.exit_code, "a replay takes the options of the run" in result.stderr) == (2, True)
+        assert f"given:   {option}" in result.stderr
 
 
 def test_a_replay_runs_no_code_that_only_the_folder_names(run, tmp_path):

@@ -113,8 +113,10 @@ def plan(
         layouts="layout" in shared,
     )  # fmt: skip
     if replay is not None:
-        from shardwright.cli.replaying import replayed
+        from shardwright.cli.replaying import check_no_others, replayed
 
+        of_search = {"--fix": fix, "--without": without, "--ranks": ranks, "--anchor": anchor, "--explain": explain}
+        check_no_others([name for name, value in {**of_search, "--png": png, "--html": html}.items() if value])
         emit(*replayed(replay, shared, cluster), as_json=as_json)
         return
     cluster = _here() if cluster == "here" else cluster or "a100-80gb"
@@ -242,11 +244,24 @@ def _draw(
     if png:
         from shardwright.report.plan_picture import draw_plans
 
-        draw_plans(plans, png)
+        with _named(png):
+            draw_plans(plans, png)
     if html:
         from shardwright.report.plan_page import write_plan_page
 
-        write_plan_page(html, plans, compared, title=title)
+        with _named(html):
+            write_plan_page(html, plans, compared, title=title)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Puts the path into an error of the file system that names none, as that of a full disk."""
+    try:
+        yield
+    except OSError as failure:
+        if failure.filename is None:
+            failure.filename = str(path)
+        raise
 
 
 def _explained(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,17 @@ TABLES: Mapping[str, tuple[str, Any]] = {
 """For each table of ``predicted`` and ``measured``: its heading, and how its numbers are written."""
 
 
+def check_no_others(options: Sequence[str]) -> None:
+    """Raises PlanError if there are ``options`` that a replay does not read."""
+    if options:
+        raise PlanError(
+            "a replay takes the options of the run",
+            given=", ".join(options),
+            allowed="--replay RUN with --cluster, --model, --data and --json",
+            fix="leave out the others",
+        )
+
+
 def replayed(folder: Path, shared: Shared, cluster: str | None) -> tuple[dict[str, Any], str]:
     """Predicts the steps of the run in ``folder`` again; returns how far off they are, as data and as text.
 
@@ -40,14 +51,7 @@ def replayed(folder: Path, shared: Shared, cluster: str | None) -> tuple[dict[st
     from shardwright.train.run_figures import predicted_step
     from shardwright.train.run_file import RUN_FILE, check_named, parts_of, read_run
 
-    more = sorted(set(shared) - {"model", "data"})
-    if more:
-        raise PlanError(
-            "a replay takes the options of the run",
-            given=", ".join(f"--{name.strip('_').replace('_', '-')}" for name in more),
-            allowed="--replay RUN with --cluster, --model, --data and --json",
-            fix="leave out the others",
-        )
+    check_no_others([f"--{name.strip('_').replace('_', '-')}" for name in sorted(set(shared) - {"model", "data"})])
     named = {key: shared.get(key) for key in ("model", "data")}
     model = read_run(folder, **named).get("model", TrainConfig.model)
     parts = [part for part in parts_of(folder) if _is_measured(part.get("measured"))]

@@ -101,9 +101,13 @@ class Cluster:
             ``128x8``.
         """
         device, constants = _device_in(path, table), _constants_in(path, table)
-        has_nodes = bool(table.get("nodes"))
-        nodes = Nodes.parse(str(table["nodes"])) if has_nodes else Nodes(1, RANKS_PER_NODE)
-        return cls(device, nodes, constants, calibration_in(path, table), has_nodes)
+        given = str(table.get("nodes", ""))
+        try:
+            nodes = Nodes.parse(given) if given else Nodes(1, RANKS_PER_NODE)
+        except LayoutError as error:  # its fix names an option
+            fix = f'write nodes = "1x{given if given.isdecimal() else RANKS_PER_NODE}" into {path}'
+            raise LayoutError(error.what, given=f"nodes = {given}", allowed=error.allowed, fix=fix) from None
+        return cls(device, nodes, constants, calibration_in(path, table), bool(given))
 
     @classmethod
     def _of_profile(cls, name: str) -> Cluster:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cost.calibration import KEYS
+from shardwright.devices import NATIVE, backend_of
 from shardwright.errors import PlanError, fix_for
 from shardwright.text_files import read_text
 
@@ -22,6 +23,10 @@ HOST_LINK, USUAL_HOST_GB_PER_S = "host_GB_per_s", 16.0
 """The key of the link to the host's memory, and its bandwidth where a file does not give it: 16 lanes of PCIe 3."""
 HOST_MEMORY = "host_memory_GB"
 """The key of the memory of a node's host, which no profile has: nodes differ."""
+PRECISIONS = ("fp32", "bf16", "fp16")
+"""The precisions of which a file gives peaks: those that layouts run in."""
+MOST = 1e7
+"""What no figure in GB or GB/s reaches: one above it is in bytes."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +130,9 @@ def profile_table(name: str) -> dict[str, Any]:
 def device_of(name: str, table: Mapping[str, Any]) -> Device:
     """Returns the device called ``name`` that a parsed TOML table describes, in the units that end the table's keys.
 
-    Raises: PlanError: a figure is missing or is not a number above zero and below 1e12, the number of multiprocessors
-        is below 1, or the table has an unknown key.
+    Raises: PlanError: a figure is missing or is not a number above zero and below :data:`MOST`, the number of
+        multiprocessors is below 1, a peak is of an unknown precision, ranks cannot be on such a device, or the table
+        has an unknown key.
     """
     known = {"type", "source", "profile", "nodes", "constants", "peak_TFLOP_per_s"}
     known |= {HOST_LINK, HOST_MEMORY, *NUMBERS, *KEYS}
@@ -140,14 +146,29 @@ def device_of(name: str, table: Mapping[str, Any]) -> Device:
     peaks = table.get("peak_TFLOP_per_s")
     if not isinstance(peaks, Mapping) or "fp32" not in peaks or not all(map(_is_positive, peaks.values())):
         raise _wrong(name, "peak_TFLOP_per_s", peaks, "a table [peak_TFLOP_per_s] with fp32 = 19.5 and others")
+    for key in peaks.keys() - set(PRECISIONS):
+        raise PlanError(
+            f"'{name}' has a peak in a precision that no layout runs in",
+            given=f"{key} = {peaks[key]:g}",
+            allowed=", ".join(PRECISIONS),
+            fix=f"leave out {key}",
+        )
+    kind = str(table.get("type", "cpu"))
+    if kind != "cpu" and backend_of(kind) not in NATIVE:
+        raise PlanError(
+            f"'{name}' is of a type of device that ranks cannot be on",
+            given=f'type = "{kind}"',
+            allowed="cpu, and accelerators that torch has collectives for, such as cuda",
+            fix='write type = "cuda", or leave it out beside a profile',
+        )
     table = {HOST_LINK: USUAL_HOST_GB_PER_S, **table}
     for key in (*NUMBERS, HOST_LINK, *({HOST_MEMORY} & table.keys())):
-        if not _is_positive(table.get(key)):
-            raise _wrong(name, key, table.get(key), f"{key} = a number above zero")
+        if not _is_positive(table.get(key)) or table[key] > MOST:
+            raise _wrong(name, key, table.get(key), f"{key} = a number above zero, and not above {MOST:,.0f}")
     if table["num_multiprocessors"] < 1:
         raise _wrong(name, "num_multiprocessors", table["num_multiprocessors"], "num_multiprocessors = 1 or more")
     return Device(
-        name, str(table.get("type", "cpu")), str(table.get("source", "")),
+        name, kind, str(table.get("source", "")),
         tuple((key, value * 1e12) for key, value in peaks.items()), table["memory_GB"] * 1e9,
         table["memory_GB_per_s"] * 1e9, int(table["num_multiprocessors"]), table["in_node_GB_per_s"] * 1e9,
         table["between_nodes_GB_per_s"] * 1e9, table[HOST_LINK] * 1e9,
@@ -172,5 +193,5 @@ def _is_positive(value: Any) -> bool:
 
 
 def _wrong(name: str, key: str, given: Any, allowed: str) -> PlanError:
-    fix = f"write {key} into the file"
+    fix = f"write {key} into the file" if given is None else f"correct {key} in the file"
     return PlanError(f"'{name}' has no '{key}' that can be used", given=given, allowed=allowed, fix=fix)

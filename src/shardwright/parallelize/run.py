@@ -113,7 +113,7 @@ class Run(RankState):
         watches_loss = world.rank == 0 and plan.layout.precision != "fp16" and not stop_at_nan
         self._checker = StepChecker(self._guard, applied, check_every, watches_loss=watches_loss)
         clear_both(self.model, self.parameters)
-        refuse_loads(self.model, plan, self.parameters)
+        refuse_loads(self.model, plan, self.parameters, self.coord)
         refuse_parts(self.model, plan, self.coord)
 
     if not TYPE_CHECKING:

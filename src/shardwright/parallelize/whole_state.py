@@ -90,35 +90,60 @@ class _ZeroGradients:
         return partial, (nn.Module.zero_grad, self._module())
 
 
-def refuse_loads(model: nn.Module, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Makes ``load_state_dict`` of a run's model raise PlanError where the next update would undo the load.
+_COPIES = (
+    "load_state_dict() of the run's model would be undone by the next update",
+    "whose parameters are copies of master weights, or gathered from shards",
+)
+_PARTS = (
+    "load_state_dict() of the run's model would need the shapes of a rank's parts",
+    "of whose parameters this rank holds parts, or nothing",
+)
+"""Why a state dict is refused, and what is said of the module."""
 
-    That is so for a parameter of which the optimizer updates another copy (in ``parameters``): a master weight or a
-    ZeRO shard. State dicts without such parameters can still be loaded.
+
+def refuse_loads(model: nn.Module, plan: Plan, parameters: Mapping[str, nn.Parameter], coord: Coord) -> None:
+    """Makes ``load_state_dict`` of a run's model raise PlanError where it would be undone, or fail in torch.
+
+    The next update undoes it for a parameter of which the optimizer updates another copy (in ``parameters``): a master
+    weight or a ZeRO shard. A whole tensor does not fit a rank's part, and a rank lacks the modules of other stages.
+    State dicts without such parameters, and with tensors of the shapes that the rank holds, can still be loaded.
     """
-    others = {
+    copies = {
         name
         for name, p in parameters.items()
         if name in plan.state
         and (p.dtype != plan.compute_dtypes[name] or plan.state[name].parameter != plan.compute[name])
     }
-    held: dict[nn.Module, list[str]] = {}
-    for _, module, own, name in owners(model):
-        if name in others:
-            held.setdefault(module, []).append(own)
-    for module, names in held.items():
-        module.register_load_state_dict_pre_hook(partial(_refuse_load, id(module), names))
+    parts = {name for name, layout in plan.compute.items() if layout.local_shape(coord) != layout.shape} - copies
+    for names, why in ((copies, _COPIES), (parts, _PARTS)):
+        held: dict[nn.Module, list[str]] = {}
+        for _, module, own, name in owners(model):
+            if name in names:
+                held.setdefault(module, []).append(own)
+        for module, owned in held.items():
+            module.register_load_state_dict_pre_hook(partial(_refuse_load, id(module), owned, why))
+    elsewhere = [name for name, layout in plan.compute.items() if not layout.pieces(coord) and 0 not in layout.shape]
+    if elsewhere:
+        why = _COPIES if copies else _PARTS
+        model.register_load_state_dict_pre_hook(partial(_refuse_load, id(model), elsewhere, why))
 
 
 def _refuse_load(
-    own: int, names: Sequence[str], module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
-) -> None:
-    # a copy, such as averages of the parameters, takes its hooks along; a dict of buffers alone is loaded
-    if id(module) != own or not any(f"{prefix}{name}" in state for name in names):
-        return
+    own: int, names: Sequence[str], why: tuple[str, str], module: nn.Module, state: Mapping[str, Any], prefix: str,
+    *_: Any
+) -> None:  # fmt: skip
+    if id(module) != own:
+        return  # a copy, such as averages of the parameters, takes its hooks along
+    given = {name: state[f"{prefix}{name}"] for name in names if f"{prefix}{name}" in state}
+    if why is _PARTS:
+        own_shapes = {name: None if p is None else p.shape for name, p in module._parameters.items()}
+        given = {name: value for name, value in given.items() if getattr(value, "shape", None) != own_shapes.get(name)}
+    if not given:
+        return  # such as a dict of buffers alone
+    what, described = why
     raise PlanError(
-        "load_state_dict() of the run's model would be undone by the next update",
-        given=f"{type(module).__name__}, whose parameters are copies of master weights, or gathered from shards",
+        what,
+        given=f"{type(module).__name__}, {described}",
         allowed="values for run.parameters, which the optimizer updates; checkpoints under any layout",
         fix="run.load_state_dict(state) or sw.load_weights(run, file), or write to run.parameters[name] and call "
         "run.changed()",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log, sqrt
+from numbers import Real
 from operator import mul
 from typing import NamedTuple
 
@@ -174,12 +175,17 @@ def parse_anchor(text: str) -> tuple[Layout, float]:
         measured = float(seconds.strip().removesuffix("s"))
     except ValueError:
         measured = 0.0
+    return _anchor(line, measured, text)
+
+
+def _anchor(line: str, seconds: object, given: str) -> tuple[Layout, float]:
+    measured = float(seconds) if isinstance(seconds, Real) else 0.0
     if not line or not 0 < measured < 1e9:
         raise PlanError(
             "an anchor is a layout and the seconds of its step",
-            given=text,
-            allowed="LINE=SECONDS, such as 'dp8 tp8 bf16=2.5'",
-            fix="write --anchor 'dp8 tp8 bf16=2.5'",
+            given=given,
+            allowed="LINE=SECONDS, such as 'dp8 tp8 bf16=2.5', with a number above 0 and below 1e9",
+            fix="write --anchor 'dp8 tp8 bf16=2.5', or anchors={'dp8 tp8 bf16': 2.5}",
         )
     return Layout.parse(line), measured
 
@@ -192,14 +198,30 @@ def anchors_in(texts: Sequence[str]) -> dict[str, float]:
     >>> anchors_in(["dp8=2.5", "dp4 tp2=3"])
     {'dp8': 2.5, 'dp4 tp2': 3.0}
     """
+    return _once(map(parse_anchor, texts))
+
+
+def seconds_by_layout(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Returns the measured seconds by layout line, as the layout writes itself, from pairs of a line and seconds.
+
+    Raises: PlanError: the seconds are not a number above zero and below 1e9, or two lines are of one layout.
+        LayoutError: a line is no layout.
+
+    >>> seconds_by_layout({"bf16 dp2": 0.5}.items())
+    {'dp2 bf16': 0.5}
+    """
+    return _once(_anchor(line, seconds, f"{line}={seconds}") for line, seconds in pairs)
+
+
+def _once(anchors: Iterable[tuple[Layout, float]]) -> dict[str, float]:
     found: dict[str, float] = {}
-    for layout, seconds in map(parse_anchor, texts):
+    for layout, seconds in anchors:
         line = str(layout)
         if line in found:
             raise PlanError(
                 "a layout has one anchor",
                 given=f"{line}={found[line]:g} and {line}={seconds:g}",
-                allowed="one --anchor for each layout: the median of its steps, of however many runs",
+                allowed="one anchor for each layout: the median of its steps, of however many runs",
                 fix=f"write --anchor '{line}=SECONDS' once",
             )
         found[line] = seconds
@@ -251,10 +273,10 @@ def factors_of(runs: Sequence[tuple[Parts, float]]) -> TimeScale:
 def error_of(runs: Sequence[tuple[Parts, float]], factors: Parts, fitted: float = 1.0) -> float:
     """Returns the relative error that nine in ten predictions, corrected by these runs, are taken not to exceed.
 
-    It starts from :data:`INTERVAL`. Runs that agree with each other narrow it, from three on, and others widen it: the
-    variance of the errors is estimated from the runs' own and from the interval, which counts as :data:`DEGREES` runs.
-    A factor of few runs carries their noise, so one or two widen it. ``fitted`` is how many factors the runs have
-    determined, three at most: one that stays near to what was expected counts as a part of one.
+    It starts from :data:`INTERVAL`. Runs that agree with each other narrow it, from three or four on, and others widen
+    it: the variance of the errors is estimated from the runs' own and from the interval, which counts as
+    :data:`DEGREES` runs. A factor of few runs carries their noise, so one or two widen it. ``fitted`` is how many
+    factors the runs have determined, three at most: one that stays near to what was expected counts as a part of one.
 
     >>> agreeing = [((1.0, 0.5, 0.5), 2.0)] * 6
     >>> [round(error_of(agreeing[:number], (1.0, 1.0, 1.0)), 3) for number in (1, 3, 6)]
@@ -278,7 +300,7 @@ def _factors(runs: Sequence[tuple[Parts, float]]) -> tuple[Parts, float]:
     products = predicted.T @ predicted
     wanted, matrix = predicted.sum(0) + weights.sum(1), products + weights
     found, free = np.full(3, LEAST), np.ones(3, dtype=bool)
-    while free.any():
+    while free.any():  # the others are at their least
         rest = wanted[free] - matrix[np.ix_(free, ~free)].sum(1) * LEAST
         found[free] = np.linalg.solve(matrix[np.ix_(free, free)], rest)
         if found.min() >= LEAST:

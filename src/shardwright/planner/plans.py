@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -20,18 +20,26 @@ from shardwright.analysis.kept_traces import traces_kept
 from shardwright.analysis.marked_inputs import packed_in
 from shardwright.axes import layout_axes
 from shardwright.cost.cluster import Cluster
-from shardwright.errors import LayoutError, PlanError, fix_for
+from shardwright.errors import LayoutError, PlanError
 from shardwright.garbage_collection import collection_paused
 from shardwright.layout import OWN, Layout, Precision
 from shardwright.models.given_loss import loss_for
 from shardwright.models.model_loss import ModelLoss
-from shardwright.parallelize.auto import num_shares, tokens_of
+from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.batches import pairs
-from shardwright.parallelize.planning import job_for, num_rows
-from shardwright.planner.anchors import scale_of
+from shardwright.parallelize.planning import job_for
+from shardwright.planner.anchors import scale_of, seconds_by_layout
 from shardwright.planner.explain import simplest_first
 from shardwright.planner.layout_records import LayoutRecords
 from shardwright.planner.outline import ModelPlans
+from shardwright.planner.plan_arguments import (
+    check_batch,
+    check_kinds,
+    check_numbers,
+    check_ranks,
+    check_samples,
+    check_words,
+)
 from shardwright.planner.plan_results import Plans
 from shardwright.planner.price import LEFT, Price, Pricing
 from shardwright.planner.records import few_inputs, first_rows, record_layout
@@ -41,7 +49,6 @@ from shardwright.planner.search_constraints import MOST_PRICED, SearchConstraint
 from shardwright.planner.search_result import SearchResult
 from shardwright.planner.short import ShortModel
 from shardwright.planner.ways_out import ways_out
-from shardwright.strategies import STRATEGIES
 
 MOST_WHOLE, MOST_WHOLE_OF_FEW, FEW_BLOCKS = 4, 8, 32
 """The most stages that a search rehearses one by one, where they are not alike; of a model with few blocks; and how
@@ -80,10 +87,11 @@ def plan_layouts(
     ``ways_out``, unless ``look_further`` is false.
 
     Raises: LayoutError: ``layout`` or an anchor's is no layout line, is for another number of ranks than the cluster,
-        or does not fit the model or the batch; or a search finds no layout. PlanError: the batch is neither a pair nor
-        such a mapping; the cluster's text or file is wrong, or gives no nodes without a ``layout``; ``without`` has an
-        unknown word; ``fix`` or ``without`` is given beside ``layout``; or the model does not run on the meta device
-        under ``layout`` or an anchor's layout.
+        or does not fit the model or the batch; the batch has no tensor or no sample; or a search finds no layout.
+        PlanError: the batch is neither a pair nor such a mapping; the cluster's text or file is wrong, or gives no
+        nodes without a ``layout``; ``without`` has an unknown word; ``fix`` or ``without`` is given beside ``layout``;
+        an argument is of another kind, a number is out of its range, or two anchors are of one layout; or the model
+        does not run on the meta device under ``layout`` or an anchor's layout.
 
     >>> import torch
     >>> model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
@@ -92,11 +100,15 @@ def plan_layouts(
     >>> sum(plans.best.waterfall.values()) == plans.best.step_s, plans.best.traffic_by_axis
     (True, {'dp': 49920})
     """
+    check_kinds(model, cluster, fix, without)
+    check_numbers(memory_limit, tokens, most_priced, top)
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_words(layout, fix, without)
+    anchors = seconds_by_layout(anchors.items())
     cluster = Cluster.parse(cluster, layout.num_ranks if layout else None) if isinstance(cluster, str) else cluster
     loss = loss_for(loss, model)
     batch = _pair(batch, loss)
+    num_samples = check_batch(batch)
     began, spent = process_time(), [0.0]
     rows_of = [mark.shapes for mark in packed_in(batch)]  # samples differ in nothing else
     kept = RecordsFile.of(keep_in, model, loss, first_rows(batch, 1), rows_of, cluster.device.type, dict(roles))
@@ -117,11 +129,11 @@ def plan_layouts(
         spent[0] += process_time() - start
         return records
 
-    num_samples, pricing, ways = num_rows(batch), Pricing(cluster, model_plans.kind), tuple[str, ...]()
+    pricing, ways = Pricing(cluster, model_plans.kind), tuple[str, ...]()
     known = [(_priced_anchor(line, s, pricing, num_samples, record), s) for line, s in anchors.items()]
     scale, limit = scale_of(known), cluster.device.memory_bytes * memory_limit
     if layout is not None:
-        _check_ranks(layout, cluster)
+        check_ranks(layout, cluster)
         check_samples(layout, num_samples)
         records = record(layout, num_samples)
         layouts, found = [pricing.price(records.layout, records)], SearchResult()
@@ -184,7 +196,7 @@ def _priced_anchor(line: str, measured_s: float, pricing: Pricing, batch: int, r
         model's FLOPs do at the device's peak.
     """
     layout = Layout.parse(line)
-    _check_ranks(layout, pricing.cluster)
+    check_ranks(layout, pricing.cluster)
     check_samples(layout, batch)
     price = pricing.price(layout, record(layout, batch))
     least_s = price.flops / pricing.cluster.device.peak(layout.precision)
@@ -196,56 +208,6 @@ def _priced_anchor(line: str, measured_s: float, pricing: Pricing, batch: int, r
             fix="write the seconds of one whole step with this batch, on the accelerator that the cluster names",
         )
     return price
-
-
-def _check_ranks(layout: Layout, cluster: Cluster) -> None:
-    if layout.num_ranks != cluster.num_ranks:
-        raise LayoutError(
-            "the cluster has another number of ranks than the layout",
-            given=f"{layout}: {layout.num_ranks} ranks on {cluster}: {cluster.num_ranks}",
-            allowed=f"layouts for {cluster.num_ranks} ranks",
-            fix=f"write --cluster {cluster.with_ranks(layout.num_ranks)}",
-        )
-
-
-def check_words(layout: Layout | None, fix: str, without: Sequence[str]) -> None:
-    """Raises PlanError for words to leave out that name nothing, and for what a search alone reads."""
-    if layout is not None and (fix or without):
-        raise PlanError(
-            "a layout that is given is not searched",
-            given=f"{layout}, fix '{fix}', without '{','.join(without)}'",
-            allowed="a layout, or parts that must hold and words to leave out",
-            fix="leave out --fix and --without",
-        )
-    known = {*layout_axes(), *(name for each in STRATEGIES.values() for name in each.options), "recompute", "mb"}
-    precisions = get_args(Precision)
-    fixed = [part.partition(":")[0] for word in fix.split() for part in word.split("/")]
-    parts = {*known, *precisions, "compile", "single", OWN}
-    strange = next((head for head in fixed if not _is_known(head, parts)), None)
-    if strange is not None:
-        raise PlanError(
-            "no axis, option or precision of --fix has this name",
-            given=strange,
-            allowed=", ".join(sorted(parts)),
-            fix=fix_for(strange, sorted(parts)),
-        )
-    for word in without:
-        head = word.partition(":")[0]
-        if not _is_known(head, known):
-            other = next(each for each in precisions if each != word)
-            raise PlanError(
-                "no axis and no option has this name",
-                given=word,
-                allowed=", ".join(sorted(known)),
-                fix=fix_for(head, sorted(known))
-                if word not in precisions
-                else f"write --fix {other}: a search is in one precision",
-            )
-
-
-def _is_known(word: str, known: Collection[str]) -> bool:
-    """Returns whether a word of a layout line names an axis, perhaps with its sizes, or an option."""
-    return word in known or word.rstrip("0123456789x") in known
 
 
 def _none_found(cluster: Cluster, found: SearchResult, fix: str, without: Sequence[str]) -> LayoutError:
@@ -280,16 +242,3 @@ def _remedy(found: SearchResult, fix: str, without: Sequence[str], num_ranks: in
     if len(refused) == len(found.rejected) > 0:  # the model refuses each: what most of the errors say
         return next(iter(refused.values()))
     return "leave out less" if without else "take a larger batch" if not fix else "fix less"
-
-
-def check_samples(layout: Layout, batch: int) -> None:
-    """Raises LayoutError for a batch with fewer samples than model copies times microbatches."""
-    shares = num_shares(layout)
-    if batch < shares:
-        raise LayoutError(
-            "the batch is smaller than the parts that it is cut into",
-            given=f"{batch} samples under {layout}: {shares // layout.num_microbatches} model copies, "
-            f"{layout.num_microbatches} microbatches each",
-            allowed=f"{shares} samples or more, or fewer copies and microbatches",
-            fix=f"write --batch {shares}",
-        )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+from shardwright.errors import LayoutError
 from shardwright.layout import OWN, Layout, Precision
 from shardwright.plan.recompute import OFFLOADS, WORDS
 
@@ -21,9 +23,9 @@ class SearchConstraints:
     """The constraints of a search: parts that a layout line must have, words that it must not, precision and memory.
 
     ``fix`` has the parts, separated by spaces, such as "tp8 dp/zero1 mb32": each names an axis, with or without its
-    size, and options that it must have, or is another word of a line: "mb32", "bf16", "recompute:full". ``without`` has
-    the words, which name axes or options. ``limit_bytes`` is the memory that a rank may take, and ``most`` the most
-    layouts to price.
+    size, and options that it must have, or is another word of a line: "mb32", "bf16", "recompute:full", or "recompute"
+    for any of its kinds. ``without`` has the words, which name axes or options. ``limit_bytes`` is the memory that a
+    rank may take, and ``most`` the most layouts to price.
     """
 
     fix: str = ""
@@ -51,8 +53,13 @@ class SearchConstraints:
         """Returns the first part that the layout must have and has not; "" if it has all."""
         items = str(layout).split()
         words = {f"mb{layout.num_microbatches}", layout.precision, f"recompute:{layout.recompute}"}
-        missing = (part for part in self.fix.split() if part not in words)
+        words |= {"recompute"} if layout.recompute is not None else set()
+        missing = (part for part in self._parts if part not in words)
         return next((part for part in missing if not any(_has(item, part) for item in items)), "")
+
+    @cached_property
+    def _parts(self) -> tuple[str, ...]:
+        return tuple(map(_as_written, self.fix.split()))
 
     @property
     def num_microbatches(self) -> int | None:
@@ -70,7 +77,20 @@ class SearchConstraints:
         """The ways to recompute activations that are tried: the one that is fixed, or all that a search tries."""
         head = "recompute:"
         found = tuple(part.removeprefix(head) for part in self.fix.split() if part.startswith(head))
-        return found[:1] or RECOMPUTE
+        return found[:1] or (RECOMPUTE[1:] if "recompute" in self.fix.split() else RECOMPUTE)
+
+
+def _as_written(part: str) -> str:
+    """Returns a part as the line of a layout writes it, if it has sizes and options.
+
+    >>> _as_written("tp8/3d"), _as_written("dp/zero1"), _as_written("tp8")
+    ('tp2x2x2/3d', 'dp/zero1', 'tp8')
+    """
+    try:
+        factors = Layout.parse(part).factors if "/" in part else ()
+    except LayoutError:  # without a size, or wrong: no line has it
+        return part
+    return str(factors[0]) if factors else part
 
 
 def _has(item: str, part: str) -> bool:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from math import prod
 from types import MappingProxyType
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.analysis.callers import AllowedCallers, chain_callers
 from shardwright.analysis.convolution_chains import CONVOLUTIONS
@@ -165,11 +165,21 @@ def why_apart(path: str, apart: Mapping[str, str]) -> str:
     return apart.get(nearest, "")
 
 
+_CUT = (nn.Linear, *CONVOLUTIONS, nn.RNNBase, nn.RNNCellBase)
+"""The layers that an error names if none of them is cut."""
+
+
+def _first_weight(layer: nn.Module) -> Tensor:
+    name = next(each for each in ("weight", "weight_ih", "weight_ih_l0") if hasattr(layer, each))
+    weight: Tensor = getattr(layer, name)
+    return weight
+
+
 def _nothing_to_cut(job: Job, mode: Mode, plan: Plan, apart: Mapping[str, str]) -> GridError:
     model, unrecorded = job.model, "" if job.graph is None else job.graph.failure
     total = prod(axis.size for axis in mode.axes)
-    layers = [(path, m) for path, m in model.named_modules() if isinstance(m, (nn.Linear, *CONVOLUTIONS))]
-    sizes = ", ".join(f"{type(m).__name__} '{path}' {tuple(m.weight.shape)}" for path, m in layers[:NAMED])
+    layers = [(path, m) for path, m in model.named_modules() if isinstance(m, _CUT)]
+    sizes = ", ".join(f"{type(m).__name__} '{path}' {tuple(_first_weight(m).shape)}" for path, m in layers[:NAMED])
     sizes += f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
     kept = [f"; its forward cannot be recorded: {unrecorded}"] if unrecorded else []
     whole: dict[str, list[str]] = {}
@@ -181,8 +191,9 @@ def _nothing_to_cut(job: Job, mode: Mode, plan: Plan, apart: Mapping[str, str]) 
     over = " ".join(f"{axis.name}={axis.size}" for axis in mode.axes)
     return GridError(
         f"no layer of the model can be cut over {over}",
-        given=f"{type(model).__name__} with " + (sizes or "no Linear layers") + "".join(kept[:NAMED]),
-        allowed="Linear -> elementwise or norm -> Linear, Conv -> norm, pool or elementwise -> Conv, attention, or an "
-        "embedding or head with many rows, each of at least as many features or channels as ranks cut them",
+        given=f"{type(model).__name__} with " + (sizes or "no layers of such kinds") + "".join(kept[:NAMED]),
+        allowed="Linear -> elementwise or norm -> Linear, Conv -> norm, pool or elementwise -> Conv, attention, an "
+        "embedding or head with many rows, or under tpN a recurrent layer without proj_size, each of at least as many "
+        "features, channels or hidden units as ranks cut them",
         fix=f"write dp{total}",
     )
