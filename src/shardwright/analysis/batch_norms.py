@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright.analysis.structure import BATCH_NORMS, kind_of
 
 ONE_VALUE = "more than 1 value per channel"
-"""Words of torch's error for a BatchNorm in training that gets one value per channel, as from a batch of one vector."""
+"""A part of the text of torch's error for a BatchNorm in training whose input has one value per channel."""
 
 
 def iterates(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Checks that what runs in copies of a model leaves the model alone that was copied."""
+"""Checks that code which runs on copies of a model does not change the model itself."""
 
 from __future__ import annotations
 

@@ -18,7 +18,10 @@ _CELLS: Mapping[Callable[..., Any], Kind] = {
 }  # fmt: skip
 
 GATES: Mapping[Kind, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
-"""How many times as many rows as hidden units a weight of each kind has."""
+"""The number of gates of each kind of layer: a weight has so many rows for each hidden unit."""
+
+RECURRENT = frozenset((*_LAYERS, *_CELLS))
+"""The recurrent functions of torch."""
 
 
 class RecurrentCall(NamedTuple):
@@ -67,7 +70,7 @@ def recurrent_call(function: Any, args: tuple[Any, ...], named: Mapping[str, Any
         return RecurrentCall(_CELLS[function], True, input, given, [[each for each in weights if each is not None]])
     if function not in _LAYERS or len(args) != 9:
         return None
-    is_packed = isinstance(args[1], Tensor) and not isinstance(args[3], bool)
+    is_packed = _is_packed(args)
     input, sizes = args[:2] if is_packed else (args[0], None)
     states, params, _, num_layers, dropout, is_training, bidirectional, *first = args[2 if is_packed else 1 :]
     each = len(params) // (num_layers * (2 if bidirectional else 1))
@@ -81,26 +84,31 @@ def recurrent_call(function: Any, args: tuple[Any, ...], named: Mapping[str, Any
     )  # fmt: skip
 
 
+def _is_packed(args: tuple[Any, ...]) -> bool:
+    """Returns whether layers are called with a packed sequence, whose number of rows in each step comes second."""
+    return isinstance(args[1], Tensor) and not isinstance(args[3], bool)
+
+
 def with_given_states(
     function: Any, args: tuple[Any, ...], change: Callable[[Tensor], Tensor], is_input: Callable[[Tensor], bool]
 ) -> tuple[Any, ...]:
     """Returns the arguments of a recurrent function with the states that it is given changed.
 
-    The memory of one ``nn.LSTMCell`` is left as it is, unless it is an input of the model.
+    The cell state of an ``nn.LSTMCell`` is left as it is, unless it is an input of the model.
     """
-    place = 2 if function in _LAYERS and isinstance(args[1], Tensor) and not isinstance(args[3], bool) else 1
+    place = 2 if function in _LAYERS and _is_packed(args) else 1
     states = args[place]
     if isinstance(states, Tensor):
         return (*args[:place], change(states), *args[place + 1 :])
-    first, memory = states
-    changed = change(first), memory if function in _CELLS and not is_input(memory) else change(memory)
+    first, cells = states
+    changed = change(first), cells if function in _CELLS and not is_input(cells) else change(cells)
     return (*args[:place], changed, *args[place + 1 :])
 
 
 def with_states(function: Any, results: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns the results of a recurrent function with its outputs and states changed.
 
-    The memory of one ``nn.LSTMCell``, which the next step takes, is left as it is.
+    The cell state of an ``nn.LSTMCell``, which the next step takes, is left as it is.
     """
     if isinstance(results, Tensor):
         return change(results)

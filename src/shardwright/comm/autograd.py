@@ -224,10 +224,10 @@ def cut_to_shared(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tens
 
 
 def cut_to_gathered(x: Tensor, whole: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Returns ``whole``, which was gathered from the ranks' slices ``x`` before, as :func:`cut_to_whole` does.
+    """Returns ``whole`` so that its gradient reaches ``x``, this rank's slice of it, and without another all-gather.
 
-    Its gradient goes to ``x``. Use it where :func:`cut_to_shared` has gathered the same, for ranks that all do the same
-    work with it.
+    Use it for a tensor that :func:`cut_to_shared` has all-gathered already, where every rank does the same work with
+    it: each rank's slice of the gradient is then complete.
 
     Traffic: none.
     """

@@ -143,7 +143,7 @@ def _refuse_load(
     what, described = why
     raise PlanError(
         what,
-        given=f"{type(module).__name__}, {described}",
+        given=f"'{prefix}{next(iter(given))}' of {type(module).__name__}, {described}",
         allowed="values for run.parameters, which the optimizer updates; checkpoints under any layout",
         fix="run.load_state_dict(state) or sw.load_weights(run, file), or write to run.parameters[name] and call "
         "run.changed()",

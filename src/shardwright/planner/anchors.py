@@ -19,7 +19,7 @@ from shardwright.layout import Layout
 from shardwright.planner.price import Price
 
 SPREAD = (0.1, 0.6, 0.3)
-"""How far the factors of :class:`TimeScale` are expected to be from one another: those of products, memory, messages.
+"""Prior standard deviations of the factors of :class:`TimeScale` around their common value: products, memory, messages.
 
 Chosen, not fitted. Products reach much the same share of the peak whoever calls them. Operators that memory bounds are
 counted as this runtime runs them, one by one; another one fuses some or nearly all. How much of messages hides lies

@@ -157,7 +157,7 @@ class Estimator:
         return self._put_together(layout, alone, share, schedule, plain["stages"])
 
     def stages_of(self, layout: Layout) -> tuple[object, ...]:
-        """Returns a key that layouts share whose stages are cut alike: of as many chunks, for as many samples."""
+        """Returns a key that is equal for layouts with the same stages, chunks, tensor cuts and microbatch size."""
         kinds = {name: axis.kind for name, axis in layout_axes().items()}
         stages = tuple(f for f in layout.factors if kinds[f.axis] == "stages")
         operators = tuple(f for f in layout.factors if kinds[f.axis] == "operators")

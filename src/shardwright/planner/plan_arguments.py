@@ -151,7 +151,7 @@ def _is_known(word: str, known: Collection[str]) -> bool:
 
 
 def check_ranks(layout: Layout, cluster: Cluster) -> None:
-    """Raises LayoutError unless the cluster has as many ranks as the layout."""
+    """Raises LayoutError if the layout is for another number of ranks than the cluster has."""
     if layout.num_ranks != cluster.num_ranks:
         raise LayoutError(
             "the cluster has another number of ranks than the layout",

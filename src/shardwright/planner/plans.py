@@ -77,8 +77,9 @@ def plan_layouts(
     is all ones, counts as true. ``loss`` is as in ``parallelize``, by default the cross entropy, and ``roles`` gives
     tensor-parallel roles to layers by name. A layout must have the parts of a line in ``fix`` ("tp8 dp/zero1") and no
     axis or option in ``without``. At most ``most_priced`` layouts are priced: more find better ones, and take longer. A
-    search skips layouts with more than four pipeline stages that are not alike, since each stage would have to be
-    rehearsed. ``memory_limit`` is the share of a device's memory that a layout may take; layouts above it come last.
+    search skips layouts with more than four pipeline stages that are not alike (eight in a model of 32 blocks or
+    fewer), since each stage would have to be rehearsed.
+    ``memory_limit`` is the share of a device's memory that a layout may take; layouts above it come last.
     ``anchors`` are runs on this cluster with this batch, as seconds of a step by layout line: they correct all prices.
     ``top`` is how many layouts tables list, and ``tokens`` is the number of tokens of the batch, for tokens per second:
     by default the elements of the inputs' first tensor if that is 2-D and of integers, else the samples. ``keep_in`` is

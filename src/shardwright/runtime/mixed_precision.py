@@ -23,7 +23,7 @@ from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Plan, compute_dtype
 from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.executor import Events
-from shardwright.runtime.read_only_data import ReadOnlyData
+from shardwright.runtime.read_only_data import DATA, ReadOnlyData
 
 LEAST_SCALE = 1.0
 
@@ -175,7 +175,7 @@ class CopiedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
-        """Runs ``func``. Raises PlanError where it reads or sets a gradient that the master weight has instead."""
+        """Runs ``func``. Raises PlanError if it reads or sets ``grad``, which the master weight has in its place."""
         with torch._C.DisableTorchFunctionSubclass():
             owner = args[0].owner() if args and isinstance(args[0], CopiedParameter) else None
             if owner is not None and func in (_SET, _DROP):
@@ -184,7 +184,7 @@ class CopiedParameter(nn.Parameter):
                     raise _not_its_own(name)
                 owner.masters[name].grad = None
             found = func(*args, **(kwargs or {}))
-            if func == _DATA and owner is not None:
+            if func == DATA and owner is not None:
                 return ReadOnlyData.of(found, partial(_lost_write, owner.path_of(args[0])))
             if func != _GRAD or found is not None or sys._getframe(1).f_code.co_name == "_apply":  # of nn.Module
                 return found
@@ -225,7 +225,6 @@ def copied_parameter(owner: MasterWeights) -> type[CopiedParameter]:
 
 
 _GRAD, _SET, _DROP = (getattr(vars(torch._C.TensorBase)["grad"], each) for each in ("__get__", "__set__", "__delete__"))
-_DATA = vars(torch._C.TensorBase)["data"].__get__
 
 
 def _versions_of(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+DATA = vars(torch._C.TensorBase)["data"].__get__
+"""What a ``__torch_function__`` is asked to run where code reads ``tensor.data``."""
+
 
 class ReadOnlyData(Tensor):
     """A tensor into which nothing may be written, because it would be lost: what ``parameter.data`` gives.

@@ -123,9 +123,10 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     kept |= {parameter.name for parameter, value in recording.assigned if value.kind}
     in_lists = kept
     for path, module in model.named_modules():
-        own = {name for name, _ in module.named_parameters(path)} if isinstance(module, nn.RNNBase) else ()
-        in_lists |= frozenset(own)
-        kept |= frozenset(own if own and module.proj_size else ())  # its state is no part of what each gate computes
+        if isinstance(module, nn.RNNBase):
+            own = frozenset(name for name, _ in module.named_parameters(path))
+            in_lists |= own
+            kept |= own if module.proj_size else frozenset()  # the state that it projects has other units than a gate
     readers = readers_of(recording)
     if size == 1:
         return GraphCuts({}, readers, in_lists)

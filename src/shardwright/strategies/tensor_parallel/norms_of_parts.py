@@ -102,7 +102,7 @@ def var_mean_over(
 
 
 def _root(x: Tensor) -> Tensor:
-    """Returns the square root, whose gradient is none where ``x`` is 0, as that of torch's own norms."""
+    """Returns the square root. Its gradient at 0 is 0, as in torch's own norms, where that of ``sqrt`` is infinite."""
     return x.clamp_min(torch.finfo(x.dtype).tiny).sqrt() * (x > 0)
 
 

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwright.analysis.meta_values import ValueReadError
+from shardwright.analysis.recurrent_calls import RECURRENT
 from shardwright.comm.autograd import cut_to_whole, sum_gradient, whole_to_cut
 from shardwright.comm.axis import Axis
 from shardwright.dispatch_mode import without_dispatch_modes
@@ -39,7 +40,7 @@ from shardwright.strategies.tensor_parallel.call_plans import (
     plan_call,
 )
 from shardwright.strategies.tensor_parallel.ready_calls import ReadyCall, has_part, signature_of
-from shardwright.strategies.tensor_parallel.recurrent import RECURRENT, recurrent_on_parts
+from shardwright.strategies.tensor_parallel.recurrent import recurrent_on_parts
 from shardwright.strategies.tensor_parallel.vocabulary_on_parts import cross_entropy_on_parts, embedding_on_parts
 
 NUM_COPIES = 4

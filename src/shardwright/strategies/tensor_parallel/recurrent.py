@@ -9,13 +9,13 @@ state of all units, so it is gathered after each::
              ^                                                                                               |
              +----------------------------------- all-gather ------------------------------------------------+
 
-What a layer gives is whole: its steps have been gathered already, and the memory of an LSTM's last step is gathered
-then. That of an ``nn.LSTMCell``, which its own rank alone needs, stays cut.
+What a layer returns is whole: its steps have been gathered already, and the cell state after an LSTM's last step is
+gathered then. That of an ``nn.LSTMCell``, which its own rank alone needs, stays cut.
 
 Traffic: for each layer, direction and step, one all-gather of the state forward and one reduce-scatter of its gradient
     backward (samples x units), of the last step none; for each input and each initial state that has a gradient, one
-    all-reduce backward; for the memory of each layer of an LSTM after the last step, one all-gather forward. For a cell
-    that code calls itself, one all-gather forward, and backward one all-reduce.
+    all-reduce backward; for the cell state of each layer of an LSTM after the last step, one all-gather forward. For
+    a cell that code calls itself, one all-gather forward, and backward one all-reduce.
 """
 
 from __future__ import annotations
@@ -34,16 +34,10 @@ from shardwright.sharding.tensor_part import is_in_blocks, part_of, tag, tagged
 from shardwright.strategies.tensor_parallel.call_plans import OperandChange
 from shardwright.strategies.tensor_parallel.ready_calls import CallHost
 
-RECURRENT = frozenset(
-    (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell,
-     torch.rnn_relu_cell)
-)  # fmt: skip
-"""The functions that :func:`recurrent_on_parts` runs."""
-
 Step = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From the gates of the input and of the state, the state and the cells before, to the state and the cells after.
+"""Maps the gates of the input and of the state, the hidden and the cell state, to the next hidden and cell state.
 
-Shapes: gates (samples, gates * units), else (samples, units). What has no cells takes and returns any tensor there.
+Shapes: gates (samples, gates * units), else (samples, units). Kinds without a cell state return what they take.
 """
 
 
@@ -57,7 +51,7 @@ class RecurrentHost(CallHost, Protocol):
 def recurrent_on_parts(host: RecurrentHost, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Returns what a recurrent function of torch returns, where ranks hold the weights of some hidden units each.
 
-    Outputs and states are whole; the memory of an ``nn.LSTMCell`` is a part, cut by units. Weights that are cut in
+    Outputs and states are whole; the cell state of an ``nn.LSTMCell`` is a part, cut by units. Weights that are cut in
     another way are all-gathered, and all ranks compute the whole.
     """
     call = recurrent_call(function, args, named)
@@ -92,7 +86,7 @@ class _RecurrentPart:
         self.sizes = [cut.count(rank) for rank in range(host.axis.size)]
 
     def layers(self, call: RecurrentCall) -> tuple[Tensor, ...]:
-        """Returns the outputs of the last layer and the states of all, and of an LSTM their memory too, all whole."""
+        """Returns the outputs of the last layer, the hidden states of all and an LSTM's cell states, all whole."""
         turns = call.batch_first and call.batch_sizes is None
         x = self.host.whole(call.input)
         x = x.transpose(0, 1) if turns else x
@@ -117,7 +111,7 @@ class _RecurrentPart:
         return (x, torch.stack(states), *([torch.cat(cells)] if cells else []))
 
     def cell(self, call: RecurrentCall) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the state after one step, whole, and of an LSTM the cells of this rank's units too."""
+        """Returns the whole hidden state after one step, and for an LSTM the cell state of this rank's units."""
         x, state = self.host.whole(call.input), self.host.whole(call.states[0])
         w_ih, w_hh, *biases = call.weights[0]
         own = self._own(state)
@@ -134,7 +128,7 @@ class _RecurrentPart:
         self, x: Tensor, state: Tensor, cells: Tensor, weights: Sequence[Tensor], sizes: list[int] | None, *,
         backwards: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Returns the outputs of all steps of one layer in one direction, and the state and the cells after them.
+        """Returns the outputs of all steps of one layer in one direction, and the hidden and cell state after them.
 
         Shapes: x (steps, samples, features), or with ``sizes``, the rows of each step, (rows, features); state
         (samples, units); cells (samples, own units). Outputs as x, with units in place of features.

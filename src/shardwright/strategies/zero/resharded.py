@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import ShardError
-from shardwright.runtime.read_only_data import ReadOnlyData
+from shardwright.runtime.read_only_data import DATA, ReadOnlyData
 
 _PROPERTIES = (
     *("dtype", "device", "shape", "ndim", "layout", "itemsize", "nbytes", "names", "requires_grad", "is_leaf"),
@@ -114,7 +114,7 @@ class GatheredParameter(nn.Parameter):
             if own is not None and func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
                 found = found.as_subclass(GatheredParameter)  # nn.Parameter(p) wants the class of what it is given
                 vars(found).update(vars(own))
-            if own is not None and func == _DATA and not own.keeps_writes:
+            if own is not None and func == DATA and not own.keeps_writes:
                 return ReadOnlyData.of(found, partial(_lost_data, own.path))
             return found
 
@@ -131,7 +131,6 @@ class GatheredParameter(nn.Parameter):
 
 _FIELDS: Mapping[str, Any] = {name: getattr(Tensor, name) for name in ("grad", *_PROPERTIES) if hasattr(Tensor, name)}
 _GRAD, _SET, _DROP = (getattr(_FIELDS["grad"], each) for each in ("__get__", "__set__", "__delete__"))
-_DATA = vars(torch._C.TensorBase)["data"].__get__
 _ALLOWED: frozenset[Any] = frozenset(
     [field.__get__ for field in _FIELDS.values()]
     + [_FIELDS["requires_grad"].__set__]
