@@ -164,6 +164,26 @@ def test_a_buffer_that_changes_with_sums_over_samples_is_warned_of_where_ranks_h
     assert any("with which it changes the buffer 'codes'" in str(each.message) for each in recwarn)
 
 
+class Centre(nn.Module):
+    """Replaces a buffer by the mean of the samples, as the teacher of DINO does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("centre", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        y = self.layer(x) - self.centre
+        self.centre = y.detach().mean(0)
+        return y
+
+
+def test_a_buffer_that_is_replaced_by_a_mean_over_samples_is_warned_of_too(recwarn):
+    x = torch.randn(NUM, WIDTH)
+    assert not verify(Centre(), "dp2", [(x, x)] * 2, loss=nn.MSELoss()).equal
+    assert any("a mean, with which it changes the buffer 'centre'" in str(each.message) for each in recwarn)
+
+
 class NormalizesItself(nn.Module):
     """A batch norm of torch's beside code of its own: its statistics are those of all ranks, and no warning comes."""
 

@@ -66,6 +66,8 @@ def _record(
         _note_samples(packed_in(inputs), recorded)
         with torch.enable_grad(), within(recorded), recorded:
             outputs = call_model(model, inputs)
+        replaced = {name: recorded.use(buffer, "constant") for name, buffer in model.named_buffers()}
+        recording.new_buffers = {name: use for name, use in replaced.items() if recording.buffers.get(name) is not use}
         recorded.note_in_digest("outputs", outputs)
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         recording.outputs = [recorded.use(tensor) for tensor in tensors]

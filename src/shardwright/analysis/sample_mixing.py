@@ -168,6 +168,9 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
         changed = [use.name for use in call.written if use.kind == "buffer"]
         if changed and (sums_of := [sums[use].name for use in call.operands if use in sums]):
             found[call.module, f"a {sums_of[0]}, with which it changes the buffer '{changed[0]}',"] = None
+    for name, use in recording.new_buffers.items():
+        if use in sums:
+            found[name.rpartition(".")[0], f"a {sums[use].name}, with which it changes the buffer '{name}',"] = None
     for module, use in recording.read:
         if use in sums:
             found[module, f"a decision by a {sums[use].name}"] = None

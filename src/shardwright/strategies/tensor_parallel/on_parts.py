@@ -56,7 +56,14 @@ from shardwright.sharding.tensor_part import ALL, TensorPart, held, tag, tagged
 from shardwright.strategies.tensor_parallel.graph_cuts import GraphCuts, graph_cuts
 from shardwright.strategies.tensor_parallel.mode import Mode
 from shardwright.strategies.tensor_parallel.output_parts import OutputParts, starts_of
-from shardwright.strategies.tensor_parallel.parts_frame import HeldPart, PartsFrame, mark_fetched, marks_of, tag_all
+from shardwright.strategies.tensor_parallel.parts_frame import (
+    HeldPart,
+    PartsFrame,
+    mark_fetched,
+    marks_of,
+    run_on_parts,
+    tag_all,
+)
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
 from shardwright.strategies.tensor_parallel.sequence import cut_rows, is_asked
 from shardwright.strategy import check_samples_apart
@@ -311,11 +318,14 @@ def apply_on_parts(
             for block in recomputed:
                 if any(is_inside(reader, block) for reader in readers):
                     own.setdefault(block, []).append(held_part._replace(again=True))
+    buffers = []
     for path, module in model.named_modules():
         for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
-            part = note.parts.get(f"{path}.{name}".lstrip("."))
-            if part is not None:
-                own.setdefault(path, []).append(HeldPart(module, "_buffers", name, part))
+            held_part = HeldPart(module, "_buffers", name, note.parts.get(f"{path}.{name}".lstrip(".")))
+            if held_part.part is not None:
+                own.setdefault(path, []).append(held_part)
+            if kind_of(module) not in BATCH_NORMS:  # they write to theirs in place
+                buffers.append(held_part)
     tags = [each for held in own.values() for each in held if each.fetch is None]
     opened = {"", *stages.opened} if stages is not None else set()
     for path, module in model.named_modules():
@@ -327,7 +337,7 @@ def apply_on_parts(
         around = (
             partial(_norm_on_parts, mode, module, held, output)
             if is_norm and mode
-            else partial(_on_parts, mode, held, path == "", output)
+            else partial(_on_parts, mode, held, path == "", output, buffers)
         )
         if path in note.gathered and mode is not None:
             around = partial(_gather_output, mode, held, output)
@@ -340,6 +350,7 @@ def apply_on_parts(
         tags,
         fetched,
         frozenset(name for name, each in note.stored.items() if each.everywhere),
+        buffers,
     )
 
 
@@ -357,8 +368,9 @@ def part_of_drawn(rank: int, tensor: Tensor) -> tuple[tuple[DimSlice, ...], Call
 
 
 def _on_parts(
-    mode: PartsMode | None, held: Sequence[HeldPart], is_model: bool, output: OutputParts | None, forward: Forward
-) -> Forward:
+    mode: PartsMode | None, held: Sequence[HeldPart], is_model: bool, output: OutputParts | None,
+    buffers: Sequence[HeldPart], forward: Forward,
+) -> Forward:  # fmt: skip
     tags = [each for each in held if each.fetch is None]
     stored = [(each, each.fetch) for each in held if each.fetch is not None]
 
@@ -376,7 +388,7 @@ def _on_parts(
             fetched._is_param = True  # what torch and code take for a parameter
             tag(fetched, each.part)
         try:
-            with mode if mode is not None and is_outermost else nullcontext():
+            with run_on_parts(mode, buffers) if mode is not None and is_outermost else nullcontext():
                 outputs = forward(*args, **named)
         finally:
             for each, _, tensor in before:
@@ -410,7 +422,7 @@ def _norm_on_parts(
             tag(found, part)
         return found
 
-    run = _on_parts(mode, held, False, output, forward)
+    run = _on_parts(mode, held, False, output, (), forward)
     return wraps(forward)(on_parts)
 
 
@@ -422,7 +434,7 @@ def _gather_output(mode: PartsMode, held: Sequence[HeldPart], output: OutputPart
         with torch._C.DisableTorchFunction():
             return mode.whole(features)
 
-    return _on_parts(mode, held, False, output, wraps(forward)(gather_output))
+    return _on_parts(mode, held, False, output, (), wraps(forward)(gather_output))
 
 
 def _fetched(stored: StoredParts, axes: Mapping[str, Axis], tensor: Tensor) -> Tensor:

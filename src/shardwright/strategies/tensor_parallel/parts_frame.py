@@ -62,6 +62,24 @@ def tag_all(parts: Sequence[HeldPart]) -> None:
             tag(tensor, each.part)
 
 
+@contextmanager
+def run_on_parts(mode: PartsMode, buffers: Sequence[HeldPart]) -> Iterator[None]:
+    """Returns the context of ``mode``, after which buffers that code has replaced are cut as planned, or whole.
+
+    ``self.memory = state.detach()`` gives the module a shard where tensor parallelism cuts ``state``, which a
+    checkpoint would take for all of the buffer.
+
+    Traffic: for each such buffer, one all-gather for each dim that is cut otherwise than planned.
+    """
+    before = [each.store.get(each.name) for each in buffers]
+    with mode:
+        yield
+    for each, tensor in zip(buffers, before, strict=True):
+        now = each.store.get(each.name)
+        if now is not None and now is not tensor:
+            each.store[each.name] = mode.as_part(now, each.part)
+
+
 def marks_of(inputs: Sequence[Any]) -> Callable[[Sequence[Any]], None] | None:
     """Returns a function that marks other tensors as the shards that ``inputs`` are, place by place from the end.
 
@@ -83,7 +101,7 @@ class PartsFrame:
 
     ``mode`` and ``output`` are None if only samples are cut. ``tags`` are the tensors to mark as shards; ``stored`` the
     weights that are sharded at rest, by name, of which those in ``everywhere`` are read by other modules than their
-    own.
+    own; ``buffers`` those that code may replace.
     """
 
     mode: PartsMode | None
@@ -91,6 +109,7 @@ class PartsFrame:
     tags: Sequence[HeldPart]
     stored: Mapping[str, Sequence[HeldPart]]
     everywhere: frozenset[str]
+    buffers: Sequence[HeldPart]
 
     def within(self, inputs: Any) -> AbstractContextManager[Any]:
         """Returns a context that yields the model's inputs unchanged: they are whole."""
@@ -117,7 +136,7 @@ class PartsFrame:
             for each in self.stored[name]:
                 dict.__setitem__(each.store, each.name, fetched[name])
         try:
-            with nullcontext() if self.mode is None else self.mode:
+            with nullcontext() if self.mode is None else run_on_parts(self.mode, self.buffers):
                 yield fetched
         finally:
             for store, own, tensor in before:

@@ -29,7 +29,7 @@ from shardwright.comm.axis import Axis
 from shardwright.dispatch_mode import without_dispatch_modes
 from shardwright.errors import PlanError
 from shardwright.operator_schemas import writes
-from shardwright.sharding.tensor_part import ALL, TensorPart, held, tagged
+from shardwright.sharding.tensor_part import ALL, TensorPart, held, tag, tagged
 from shardwright.strategies.tensor_parallel.call_plans import (
     CallPlan,
     NotOnPartsError,
@@ -308,6 +308,25 @@ class PartsMode(TorchFunctionMode):
                 x = x.index_select(dim, torch.tensor(order, device=x.device))
             return whole_to_cut(x, self.axis, dim, [cut.count(rank) for rank in range(self.axis.size)])
         return _chosen(x, dim, held(cut, self.axis.index))
+
+    def as_part(self, x: Tensor, part: TensorPart | None) -> Tensor:
+        """Returns a tensor, or the tensor that it is a shard of, cut as ``part`` says.
+
+        It is whole where ``part`` is None or of another shape.
+
+        Traffic: one all-gather for each dim that is cut, unless ``x`` is cut as ``part`` is.
+        """
+        if tagged(x) == part:
+            return x
+        with torch._C.DisableTorchFunction():
+            x = self.whole(x)
+            if part is None or x.shape != part.shape:
+                return x
+            for dim, cut in enumerate(part.cuts):
+                if cut is not None:
+                    x = self._slice(x, dim, cut)
+        tag(x, part)
+        return x
 
     def whole(self, x: Tensor) -> Tensor:
         """Returns the whole of a tensor that is a shard, all-gathered; any other tensor unchanged.
