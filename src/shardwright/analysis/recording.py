@@ -123,7 +123,7 @@ class Recording:
     parameters: dict[str, TensorUse] = field(default_factory=dict)
     buffers: dict[str, TensorUse] = field(default_factory=dict)
     new_buffers: dict[str, TensorUse] = field(default_factory=dict)
-    """The tensors that code has put in the place of buffers, by the buffer's name (``self.memory = state.detach()``)."""
+    """The tensors that code puts in the place of buffers (``self.memory = state.detach()``), by the buffer's name."""
     inputs: list[TensorUse] = field(default_factory=list)
     """The inputs that have samples in dim 0; where none has, one that no code reads stands for them.
     ``marked_inputs`` are those that are marked to have none, of which ``packed_inputs`` have rows of samples."""

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +21,8 @@ from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
 
 if TYPE_CHECKING:
+    from shardwright.cost.cluster import Cluster
+    from shardwright.planner.batches import BatchPlans
     from shardwright.planner.explain import PriceDifference
     from shardwright.planner.plan_results import Plans
     from shardwright.train.config import TrainConfig
@@ -100,7 +102,6 @@ def plan(
     from shardwright.cli.run_config import config_of, with_file
     from shardwright.cost.cluster import Cluster
     from shardwright.planner.anchors import anchors_in
-    from shardwright.planner.batches import plan_batches
     from shardwright.planner.plans import plan_layouts
     from shardwright.planner.records_file import default_folder
     from shardwright.planner.ways_out import ways_beside
@@ -121,13 +122,7 @@ def plan(
         return
     cluster = _here() if cluster == "here" else cluster or "a100-80gb"
     config = config_of(shared)
-    if "data" in shared and ":" not in config.model:
-        raise PlanError(
-            "a plan of a built-in model reads no data",
-            given=f"--data {shared['data']}",
-            allowed="--data beside a --model of your own, or beside --replay",
-            fix="leave out --data",
-        )
+    _check_data(shared, config)
     layout = Layout.parse(config.layout) if "layout" in shared else None
     in_file = [] if "layout" in shared or config.layout == "single" else [config.layout]
     # before a search, which takes seconds
@@ -143,41 +138,89 @@ def plan(
     )  # fmt: skip
     words = without.replace(",", " ").split()
     wanted = partial(price, layout=layout, fix=fix, top=top, without=words, most_priced=most_priced)
-    texts, batches, refused = list[str](), None, dict[int, LayoutError]()
     with _says_what_it_does():
-        if len(sizes) > 1:
-            batches = plan_batches(sizes, lambda size: wanted(cluster=on, batch=first_repeated(batch, size)))
-            batch, found = first_repeated(batch, batches.best), [batches.plans[batches.best]]
-        else:
-            on_each = [Cluster.parse(cluster, number).with_ranks(number) for number in numbers]
-            found = []
-            for each in on_each or [on]:
-                try:
-                    found.append(wanted(cluster=each, batch=batch))
-                except LayoutError as failure:
-                    if not on_each or (not found and each is on_each[-1]):
-                        raise
-                    refused[each.num_ranks] = failure  # the other numbers of ranks have their layouts
-        if layout is not None and not found[0].fits(found[0].best):
-            ways = ways_beside(layout, partial(price, cluster=on, batch=batch, most_priced=1))
-            found = [replace(found[0], ways_out=ways)]
-    said: dict[str, Any] = found[0].to_dict() if not numbers else {"by_ranks": [plans.to_dict() for plans in found]}
-    if refused:
-        said["refused"] = {str(number): str(failure) for number, failure in refused.items()}
-    if batches is not None:
-        said = {**said, "batch": batches.best, "by_batch": batches.rows()}
-        texts.append(batches.text())
-    texts += [f"{plans.cluster}: " * bool(numbers) + plans.text() for plans in found]
-    texts += [f"{number} ranks: {failure}" for number, failure in refused.items()]
+        found = _searched(wanted, on, [Cluster.parse(cluster, each).with_ranks(each) for each in numbers], sizes, batch)
+        first = found.plans[0]
+        price = partial(price, cluster=on, batch=found.batch)
+        if layout is not None and not first.fits(first.best):
+            found.plans[0] = first = replace(first, ways_out=ways_beside(layout, partial(price, most_priced=1)))
+    said, texts = found.to_dict(), found.texts()
     compared: list[PriceDifference] = []
     for line in (*(in_file if not numbers else ()), *(explain or [])):
-        text, row = _explained(line, found[0], partial(price, cluster=on, batch=batch), compared)
+        text, row = _explained(line, first, price, compared)
         texts.append(f"the layout in {shared.get('config')}: " * (line in in_file) + text)
         said.setdefault("explained", []).append(row)
     emit(said, "\n\n".join(texts), as_json=as_json)  # before files, of which the writing may fail
-    _draw(found[0], compared, png, html, title=f"Plan for {config.model}")
-    if not any(plans.fits(plans.best) for plans in found):
+    _draw(first, compared, png, html, title=f"Plan for {config.model}")
+    if not any(plans.fits(plans.best) for plans in found.plans):
         raise typer.Exit(opt.BAD_INPUT)
+
+
+def _check_data(shared: opt.Shared, config: TrainConfig) -> None:
+    """Raises PlanError if ``--data`` is given for a built-in model."""
+    if "data" in shared and ":" not in config.model:
+        raise PlanError(
+            "a plan of a built-in model reads no data",
+            given=f"--data {shared['data']}",
+            allowed="--data beside a --model of your own, or beside --replay",
+            fix="leave out --data",
+        )
+
+
+@dataclass
+class _Searches:
+    """The plans that searches on several clusters, or for several batches, have found.
+
+    ``refused`` are the errors of clusters without a layout, by their number of ranks. ``batch`` is the global batch
+    that was planned, the best of ``batches`` if these are given.
+    """
+
+    plans: list[Plans]
+    batch: tuple[Any, Any]
+    batches: BatchPlans | None = None
+    by_ranks: bool = False
+    refused: dict[int, LayoutError] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plans as ``--json`` prints them."""
+        found: dict[str, Any] = self.plans[0].to_dict()
+        if self.by_ranks:
+            found = {"by_ranks": [plans.to_dict() for plans in self.plans]}
+        if self.refused:
+            found["refused"] = {str(number): str(failure) for number, failure in self.refused.items()}
+        if self.batches is not None:
+            found |= {"batch": self.batches.best, "by_batch": self.batches.rows()}
+        return found
+
+    def texts(self) -> list[str]:
+        """Returns the paragraphs that the command prints."""
+        found = [] if self.batches is None else [self.batches.text()]
+        found += [f"{plans.cluster}: " * self.by_ranks + plans.text() for plans in self.plans]
+        return found + [f"{number} ranks: {failure}" for number, failure in self.refused.items()]
+
+
+def _searched(
+    wanted: Callable[..., Plans], cluster: Cluster, clusters: Sequence[Cluster], sizes: Sequence[int],
+    batch: tuple[Any, Any],
+) -> _Searches:  # fmt: skip
+    """Searches on ``cluster`` for each size of a batch if there are several, or on each of ``clusters`` if given.
+
+    Raises: LayoutError: no cluster has a layout.
+    """
+    from shardwright.planner.batches import plan_batches
+
+    if len(sizes) > 1:
+        batches = plan_batches(sizes, lambda size: wanted(cluster=cluster, batch=first_repeated(batch, size)))
+        return _Searches([batches.plans[batches.best]], first_repeated(batch, batches.best), batches)
+    found = _Searches([], batch, by_ranks=bool(clusters))
+    for each in clusters or [cluster]:
+        try:
+            found.plans.append(wanted(cluster=each, batch=batch))
+        except LayoutError as failure:
+            if not clusters or (not found.plans and each is clusters[-1]):
+                raise
+            found.refused[each.num_ranks] = failure  # the other numbers of ranks have their layouts
+    return found
 
 
 def with_longest(config: TrainConfig) -> TrainConfig:

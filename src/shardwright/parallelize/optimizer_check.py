@@ -7,7 +7,7 @@ from functools import cache, lru_cache, partial
 from inspect import signature
 from itertools import chain
 from math import isclose
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -143,44 +143,69 @@ def _tried(
     in_turn: bool, whole: bool,
 ) -> bool:  # fmt: skip
     """Returns :func:`is_elementwise`, by trying the optimizer."""
-    start, gradients = _trial()
+    trial = _Trial(kind, options, groups, in_turn)
+    start, _ = _trial()
+    rows, columns = start.shape
+    ranges = [rows * columns // 3, 1, rows * columns // 2]  # which end inside of rows
+    ranges.append(rows * columns - sum(ranges))
+    splits: list[Split] = [lambda t: t.split([2, rows - 2]), lambda t: t.split([columns // 2, columns // 2], dim=1)]
+    splits += [lambda t: t.reshape(-1).split(ranges)] if flat else []
+    trial.made(lambda tensor: (tensor,))  # outside of the try: options that the class refuses are the caller's error
+    try:
+        (result,), numbers = trial.stepped(lambda tensor: (tensor,))
+        if whole:
+            return trial.same(lambda t: (t, 2 * t[: rows // 2, :3]), None, numbers)
+        return all(trial.same(parts, result, numbers) for parts in splits)
+    except Exception:  # any optimizer's code runs here: it may need a closure, or tensors of another shape
+        return False
 
-    def made(parts: Split) -> tuple[list[list[nn.Parameter]], torch.optim.Optimizer]:
+
+class _Trial(NamedTuple):
+    """An optimizer to be tried: its class and options, the options of its groups, and whether parts step in turn."""
+
+    kind: type[torch.optim.Optimizer]
+    options: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]]
+    in_turn: bool
+
+    def made(self, parts: Split) -> tuple[list[list[nn.Parameter]], torch.optim.Optimizer]:
         """Returns each part as parameters, one for each of the groups, and an optimizer over all of them."""
-        parameters = [[nn.Parameter(part.clone()) for _ in groups] for part in parts(start)]
-        by_group = zip(groups, zip(*parameters, strict=True), strict=True)
+        start, _ = _trial()
+        parameters = [[nn.Parameter(part.clone()) for _ in self.groups] for part in parts(start)]
+        by_group = zip(self.groups, zip(*parameters, strict=True), strict=True)
         in_groups = [{**group, "params": list(members)} for group, members in by_group]
-        optimizer = kind(in_groups if any(groups) else in_groups[0]["params"], **options)
+        optimizer = self.kind(in_groups if any(self.groups) else in_groups[0]["params"], **self.options)
         getattr(optimizer, "train", lambda: None)()  # as those without a schedule need before a step
         return parameters, optimizer
 
-    def stepped(parts: Split) -> tuple[Sequence[Sequence[Tensor]], list[float]]:
+    def stepped(self, parts: Split) -> tuple[Sequence[Sequence[Tensor]], list[float]]:
         """Returns each part after some steps, once for each of the groups, and the numbers in the groups' options."""
-        parameters, optimizer = made(parts)
+        _, gradients = _trial()
+        parameters, optimizer = self.made(parts)
         for gradient in gradients:
             for copies, part in zip(parameters, parts(gradient), strict=True):
                 for parameter in copies:
                     parameter.grad = part.clone()
-                if in_turn:
+                if self.in_turn:
                     optimizer.step()
                     optimizer.zero_grad()
-            if not in_turn:
+            if not self.in_turn:
                 optimizer.step()
         numbers = [
             float(each) for group in optimizer.param_groups for _, each in sorted(group.items()) if _is_number(each)
         ]
-        return [[parameter.detach() for parameter in copies] for copies in parameters], [] if in_turn else numbers
+        return [[parameter.detach() for parameter in copies] for copies in parameters], [] if self.in_turn else numbers
 
-    def same(parts: Split, result: Sequence[Tensor] | None, numbers: Sequence[float]) -> bool:
+    def same(self, parts: Split, result: Sequence[Tensor] | None, numbers: Sequence[float]) -> bool:
         """Returns whether an optimizer over all parts, and one over each, step the parts to the same values.
 
         These must be the parts of ``result``, if it is given, and ``numbers`` those in the options of each optimizer.
         """
 
         def stepped_alone(number: int) -> tuple[Sequence[Sequence[Tensor]], list[float]]:
-            return stepped(lambda tensor: parts(tensor)[number : number + 1])
+            return self.stepped(lambda tensor: parts(tensor)[number : number + 1])
 
-        together, found = stepped(parts)
+        together, found = self.stepped(parts)
         each_alone = [stepped_alone(number) for number in range(len(together))]
         alone = [part for (part,), _ in each_alone]
         expected = [*chain(*together)] if result is None else [*chain(*zip(*map(parts, result), strict=True))]
@@ -189,20 +214,6 @@ def _tried(
             for tried in (together, alone)
             for part, other in zip(chain(*tried), expected, strict=True)
         ) and all(_close(numbers, others) for others in (found, *(own for _, own in each_alone)))
-
-    rows, columns = start.shape
-    ranges = [rows * columns // 3, 1, rows * columns // 2]  # which end inside of rows
-    ranges.append(rows * columns - sum(ranges))
-    splits: list[Split] = [lambda t: t.split([2, rows - 2]), lambda t: t.split([columns // 2, columns // 2], dim=1)]
-    splits += [lambda t: t.reshape(-1).split(ranges)] if flat else []
-    made(lambda tensor: (tensor,))  # outside of the try: options that the class refuses are the caller's error
-    try:
-        (result,), numbers = stepped(lambda tensor: (tensor,))
-        if whole:
-            return same(lambda t: (t, 2 * t[: rows // 2, :3]), None, numbers)
-        return all(same(parts, result, numbers) for parts in splits)
-    except Exception:  # any optimizer's code runs here: it may need a closure, or tensors of another shape
-        return False
 
 
 @cache

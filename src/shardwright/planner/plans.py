@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from time import process_time
@@ -110,67 +110,110 @@ def plan_layouts(
     loss = loss_for(loss, model)
     batch = _pair(batch, loss)
     num_samples = check_batch(batch)
-    began, spent = process_time(), [0.0]
-    rows_of = [mark.shapes for mark in packed_in(batch)]  # samples differ in nothing else
-    kept = RecordsFile.of(keep_in, model, loss, first_rows(batch, 1), rows_of, cluster.device.type, dict(roles))
-    model_plans = ModelPlans(model, few_inputs(batch), kept)
-
-    def record(each: Layout, samples: int, most_whole: int | None = None, given: Any = None) -> LayoutRecords:
-        start = process_time()
-        rows = first_rows(batch if given is None else given, samples)
-
-        def rehearsed() -> LayoutRecords:
-            job = job_for(model, loss, each, rows[0], tokens_of(rows[0], each), roles)
-            if job.graph is not None and (job.graph.reads_values or job.graph.selects_by_values):
-                kept.forget()  # a file is that of shapes
-            return record_layout(job, each, rows, cluster.device.type, most_whole=most_whole, model_plans=model_plans)
-
-        # of other samples than those of the batch nothing is kept
-        records = rehearsed() if given is not None else kept.find(("layout", str(each), samples, most_whole), rehearsed)
-        spent[0] += process_time() - start
-        return records
-
-    pricing, ways = Pricing(cluster, model_plans.kind), tuple[str, ...]()
+    began = process_time()
+    record = _ModelRecords(model, loss, batch, cluster.device.type, roles, keep_in)
+    pricing = Pricing(cluster, record.plans.kind)
     known = [(_priced_anchor(line, s, pricing, num_samples, record), s) for line, s in anchors.items()]
     scale, limit = scale_of(known), cluster.device.memory_bytes * memory_limit
+    ways = tuple[str, ...]()
     if layout is not None:
         check_ranks(layout, cluster)
         check_samples(layout, num_samples)
         records = record(layout, num_samples)
-        layouts, found = [pricing.price(records.layout, records)], SearchResult()
+        prices, found = [pricing.price(records.layout, records)], SearchResult()
     else:
-        short = ShortModel(model, loss, batch, cluster.device.type, roles, model_plans, kept)
         precision = next((each for each in get_args(Precision) if each in fix.split()), precision_of(cluster))
-        wanted = SearchConstraints(fix, tuple(without), precision, limit, most_priced, short.most_stages)
-        num_blocks = short.blocks.number if short.blocks is not None else 0
-        most_whole = MOST_WHOLE_OF_FEW if 0 < num_blocks <= FEW_BLOCKS else MOST_WHOLE
-        rehearsed = partial(record, most_whole=most_whole)
-        found = search(pricing, num_samples, rehearsed, wanted, short)
-        layouts = [*found.fit, *found.misfits]
-        if not layouts:
+        most_stages = record.short.most_stages
+        wanted = SearchConstraints(fix, tuple(without), precision, limit, most_priced, most_stages)
+        found = record.searched(pricing, num_samples, wanted)
+        prices = [*found.fit, *found.misfits]
+        if not prices:
             raise found.failure or _none_found(cluster, found, fix, without)
-        one = replace(wanted, most=1, most_to_fit=3)
-        ways = () if found.fit or not look_further else tuple(ways_out(
-            min(found.misfits, key=lambda each: each.memory_bytes), cluster, batch, limit,
-            lambda more: search(Pricing(more, model_plans.kind), num_samples, rehearsed, one, short),
-            lambda each, given: pricing.price(each, record(each, num_samples, given=given)),
-        ))  # fmt: skip
-    kept.save()
-    seconds = {"records": spent[0], "search": process_time() - began - spent[0]}
-    priced = sorted((scale.of(each) for each in layouts), key=lambda each: _rank(each, limit, cluster))
+        if look_further and not found.fit:
+            ways = _ways_out(found, pricing, record, num_samples, wanted)
+    record.kept.save()
+    seconds = {"records": record.spent_s, "search": process_time() - began - record.spent_s}
+    priced = sorted((scale.of(each) for each in prices), key=lambda each: _rank(each, limit, cluster))
     fit = [each for each in priced if not _rank(each, limit, cluster)[0]]
     if fit:
         priced = [*simplest_first(fit), *priced[len(fit) :]]
-    num_tokens = tokens or _num_tokens(batch[0])
+    num_parameters, narrow = _parameters_of(model)
+    return Plans(
+        cluster, tuple(priced), num_samples, tokens or _num_tokens(batch[0]), memory_limit, seconds, found, scale, top,
+        ways, num_parameters, narrow,
+    )  # fmt: skip
+
+
+class _ModelRecords:
+    """The records of a model's layouts: each is rehearsed, or read from the folder ``keep_in`` if it is there.
+
+    Calling it, as a :data:`~shardwright.planner.search.Recorder`, records a layout for so many samples.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: nn.Module, batch: tuple[Any, Any], device_type: str, roles: Mapping[str, str],
+        keep_in: Path | str | None,
+    ) -> None:  # fmt: skip
+        self.model, self.loss, self.batch, self.device_type, self.roles = model, loss, batch, device_type, roles
+        rows_of = [mark.shapes for mark in packed_in(batch)]  # samples differ in nothing else
+        self.kept = RecordsFile.of(keep_in, model, loss, first_rows(batch, 1), rows_of, device_type, dict(roles))
+        self.plans = ModelPlans(model, few_inputs(batch), self.kept)
+        self.spent_s = 0.0
+        """The processor seconds that records of layouts, not those for estimates, have taken."""
+
+    @cached_property
+    def short(self) -> ShortModel:
+        """The model with few blocks, from which layouts are estimated."""
+        return ShortModel(self.model, self.loss, self.batch, self.device_type, self.roles, self.plans, self.kept)
+
+    def __call__(self, layout: Layout, samples: int, most_whole: int | None = None) -> LayoutRecords:
+        key = "layout", str(layout), samples, most_whole
+        rows = first_rows(self.batch, samples)
+        return self._timed(lambda: self.kept.find(key, lambda: self._rehearsed(layout, rows, most_whole)))
+
+    def of_batch(self, layout: Layout, samples: int, batch: tuple[Any, Any]) -> LayoutRecords:
+        """Returns the records for samples like those of another batch, of which nothing is kept."""
+        return self._timed(lambda: self._rehearsed(layout, first_rows(batch, samples), None))
+
+    def searched(self, pricing: Pricing, samples: int, wanted: SearchConstraints) -> SearchResult:
+        """Returns what a search finds that rehearses no more unlike stages of a layout than ``MOST_WHOLE`` says."""
+        num_blocks = self.short.blocks.number if self.short.blocks is not None else 0
+        most_whole = MOST_WHOLE_OF_FEW if 0 < num_blocks <= FEW_BLOCKS else MOST_WHOLE
+        return search(pricing, samples, partial(self, most_whole=most_whole), wanted, self.short)
+
+    def _timed(self, record: Callable[[], LayoutRecords]) -> LayoutRecords:
+        start = process_time()
+        records = record()
+        self.spent_s += process_time() - start
+        return records
+
+    def _rehearsed(self, layout: Layout, rows: tuple[Any, Any], most_whole: int | None) -> LayoutRecords:
+        job = job_for(self.model, self.loss, layout, rows[0], tokens_of(rows[0], layout), self.roles)
+        if job.graph is not None and (job.graph.reads_values or job.graph.selects_by_values):
+            self.kept.forget()  # a file is that of shapes
+        return record_layout(job, layout, rows, self.device_type, most_whole=most_whole, model_plans=self.plans)
+
+
+def _ways_out(
+    found: SearchResult, pricing: Pricing, record: _ModelRecords, samples: int, wanted: SearchConstraints
+) -> tuple[str, ...]:
+    """Returns what to change so that a layout fits, where none that a search has priced does (:func:`ways_out`)."""
+    one = replace(wanted, most=1, most_to_fit=3)
+    return tuple(ways_out(
+        min(found.misfits, key=lambda each: each.memory_bytes), pricing.cluster, record.batch, wanted.limit_bytes,
+        lambda more: record.searched(Pricing(more, record.plans.kind), samples, one),
+        lambda each, batch: pricing.price(each, record.of_batch(each, samples, batch)),
+    ))  # fmt: skip
+
+
+def _parameters_of(model: nn.Module) -> tuple[int, str]:
+    """Returns the number of a model's parameters, and the dtype of most of them if it is narrower than float32."""
     sizes = Counter[torch.dtype]()
     for parameter in model.parameters():
         sizes[parameter.dtype] += parameter.numel()
     (dtype, _), *_ = sizes.most_common(1) or [(torch.float32, 0)]
-    narrow = str(dtype).removeprefix("torch.") if dtype.is_floating_point and dtype.itemsize < 4 else ""
-    return Plans(
-        cluster, tuple(priced), num_samples, num_tokens, memory_limit, seconds, found, scale, top, ways, sizes.total(),
-        narrow,
-    )  # fmt: skip
+    is_narrow = dtype.is_floating_point and dtype.itemsize < 4
+    return sizes.total(), str(dtype).removeprefix("torch.") if is_narrow else ""
 
 
 def _pair(batch: Any, loss: nn.Module) -> tuple[Any, Any]:

@@ -46,7 +46,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -427,23 +427,11 @@ def _compare(
     """
     narrow = compute_dtype(dtype, plan.layout)
     tolerance = TOLERANCE[dtype] if narrow == dtype else ROUNDINGS * torch.finfo(narrow).eps
-    mesh, exact = plan.mesh, narrow == torch.float64
     # a launcher that uses torchrun's ranks returns, in each process, that process's outcome only
-    by_rank = dict(enumerate(found)) if len(found) == mesh.size else {int(os.environ["RANK"]): found[0]}
-    layouts = {name: state.gradient for name, state in plan.state.items()}
-    local = {rank: each.gradients for rank, each in by_rank.items()}
-    gradients = _errors(layouts, mesh, expected.gradients, local, FLOOR if narrow == dtype else NARROW_FLOOR)
-    parameters, buffers = dict[str, float](), dict[str, float]()
-    if exact:
-        layouts = {name: state.parameter for name, state in plan.state.items()}
-        after = {rank: each.parameters for rank, each in by_rank.items()}
-        parameters = _errors(layouts, mesh, expected.parameters, after)
-        buffers = _buffer_errors(plan, expected, {rank: each.buffers for rank, each in by_rank.items()})
-    num_losses = len(expected.losses) if exact else 1
-    loss_error = _largest(
-        abs(actual - reference) / max(abs(reference), 1e-30)
-        for each in by_rank.values()
-        for actual, reference in list(zip(each.losses, expected.losses, strict=True))[:num_losses]
+    every_rank = len(found) == plan.mesh.size
+    by_rank = dict(enumerate(found)) if every_rank else {int(os.environ["RANK"]): found[0]}
+    gradients, parameters, buffers, loss_error = _tensor_errors(
+        plan, expected, by_rank, FLOOR if narrow == dtype else NARROW_FLOOR, exact=narrow == torch.float64
     )
     later = parameters | buffers
     differs = not all(error <= tolerance for error in (loss_error, *gradients.values(), *later.values()))
@@ -473,7 +461,7 @@ def _compare(
         buffers_error=_largest(buffers.values()),
         tolerance=tolerance,
         parameters=len(gradients),
-        world_size=mesh.size,
+        world_size=plan.mesh.size,
         steps=len(expected.losses),
         allowed=max(allowed(kind, beyond[0] if beyond else worst) for kind in ("gradients", "later")),
         own_error=own_error,
@@ -482,6 +470,37 @@ def _compare(
         flops={each.factor: each.flops for each in cuts if each.flops is not None},
         left_whole="; ".join(str(each) for each in cuts if each.is_low),
     )
+
+
+class _TensorErrors(NamedTuple):
+    """The relative errors of ranks' results, the largest of all ranks: of tensors by name, and of the loss."""
+
+    gradients: dict[str, float]
+    parameters: dict[str, float]
+    buffers: dict[str, float]
+    loss: float
+
+
+def _tensor_errors(
+    plan: Plan, expected: TrainingOutcome, by_rank: Mapping[int, TrainingOutcome], floor: float, *, exact: bool
+) -> _TensorErrors:
+    """Returns the errors of ranks' outcomes; unless ``exact``, those of the first step's loss and gradients alone."""
+    layouts = {name: state.gradient for name, state in plan.state.items()}
+    local = {rank: each.gradients for rank, each in by_rank.items()}
+    gradients = _errors(layouts, plan.mesh, expected.gradients, local, floor)
+    parameters, buffers = dict[str, float](), dict[str, float]()
+    if exact:
+        layouts = {name: state.parameter for name, state in plan.state.items()}
+        after = {rank: each.parameters for rank, each in by_rank.items()}
+        parameters = _errors(layouts, plan.mesh, expected.parameters, after)
+        buffers = _buffer_errors(plan, expected, {rank: each.buffers for rank, each in by_rank.items()})
+    num_losses = len(expected.losses) if exact else 1
+    loss = _largest(
+        abs(actual - reference) / max(abs(reference), 1e-30)
+        for each in by_rank.values()
+        for actual, reference in list(zip(each.losses, expected.losses, strict=True))[:num_losses]
+    )
+    return _TensorErrors(gradients, parameters, buffers, loss)
 
 
 def _allowed(

@@ -132,16 +132,10 @@ def reference(
     Raises: PlanError: the copy still holds a module, parameter or buffer of ``plain``, or torch refuses a microbatch
         of the plan.
     """
-    model, rng, place = structural_copy(plain, torch.clone), RngTracker(seed), torch.device(device)
+    model, rng, place = _on_cpu(plain, seed, shift), RngTracker(seed), torch.device(device)
     rng.unrecorded = unrecorded
-    check_apart(plain, model)
     loss = copied_loss(loss)  # each run begins with the buffers that it has
     on_several = len({p.device for p in plain.parameters()}) > 1
-    if any(tensor.is_meta for tensor in (*plain.parameters(), *plain.buffers())):
-        place_parameters(model, {}, {}, seed, torch.device("cpu"))  # draws the values that the model does not have
-    model.to("cpu")
-    for name, parameter in model.named_parameters():
-        shift(name, parameter.data)
     if place.type != "cpu":
         model.to(place)
         loss = copy.deepcopy(loss).to(place)
@@ -163,16 +157,7 @@ def reference(
                 if narrow == torch.float16:
                     output, targets = tree_map_only(Tensor, partial(_narrowed, torch.float32), (output, targets))
                 sums.append(sum_and_count(loss(output, unmarked(targets))))
-        loss_sum = torch.stack([each for each, _ in sums]).sum()
-        mean, divisor = mean_of(loss_sum, sum(float(count.detach()) for _, count in sums))
-        if any(count.requires_grad for _, count in sums):  # a mean by weights that the model computes
-            mean, _ = mean_of(loss_sum, torch.stack([count for _, count in sums]).sum())
-        outcome.losses.append(mean.item())
-        outcome.loss_dtype = loss_dtype(sums[0][0])
-        # a loss in float32 would round 1 / divisor, and with it every gradient
-        is_wide = _bits([loss_sum]) >= _bits(model.parameters())
-        ((mean if is_wide else loss_sum) * scale).backward()
-        times = scale if is_wide else divisor * scale
+        times = _backward(sums, model, scale, outcome)
         if step == 0:
             scaled = copied_gradients(dict(model.named_parameters()))
             outcome.gradients = {name: None if grad is None else _divided(grad, times) for name, grad in scaled.items()}
@@ -187,11 +172,46 @@ def reference(
     outcome.parameters = {name: p.detach().cpu() for name, p in model.named_parameters()}
     # buffers that the steps have added are caches
     outcome.buffers = {name: each for name, each in copied_buffers(model).items() if name in before}
-    different = (name for name, buffer in outcome.buffers.items() if not torch.equal(buffer, before[name]))
-    outcome.changed = frozenset(
-        name for name in different if before[name].is_floating_point() or before[name].is_complex()
-    )
+    outcome.changed = _changed(before, outcome.buffers)
     return outcome
+
+
+def _on_cpu(plain: nn.Module, seed: int, shift: Callable[[str, Tensor], None]) -> nn.Module:
+    """Returns a copy of a model on the CPU, with values that ``shift`` has changed; ``seed`` draws those it lacks.
+
+    Raises: PlanError: the copy still holds a module, parameter or buffer of ``plain``.
+    """
+    model = structural_copy(plain, torch.clone)
+    check_apart(plain, model)
+    if any(tensor.is_meta for tensor in (*plain.parameters(), *plain.buffers())):
+        place_parameters(model, {}, {}, seed, torch.device("cpu"))
+    model.to("cpu")
+    for name, parameter in model.named_parameters():
+        shift(name, parameter.data)
+    return model
+
+
+def _backward(sums: Sequence[tuple[Tensor, Tensor]], model: nn.Module, scale: float, outcome: TrainingOutcome) -> float:
+    """Runs the backward of a step's loss, notes the loss in ``outcome``, and returns what divides the gradients.
+
+    ``sums`` are the loss and the count of targets of each part of the batch. The loss is multiplied by ``scale``.
+    """
+    loss_sum = torch.stack([each for each, _ in sums]).sum()
+    mean, divisor = mean_of(loss_sum, sum(float(count.detach()) for _, count in sums))
+    if any(count.requires_grad for _, count in sums):  # a mean by weights that the model computes
+        mean, _ = mean_of(loss_sum, torch.stack([count for _, count in sums]).sum())
+    outcome.losses.append(mean.item())
+    outcome.loss_dtype = loss_dtype(sums[0][0])
+    # a loss in float32 would round 1 / divisor, and with it every gradient
+    is_wide = _bits([loss_sum]) >= _bits(model.parameters())
+    ((mean if is_wide else loss_sum) * scale).backward()
+    return scale if is_wide else divisor * scale
+
+
+def _changed(before: Named, after: Named) -> frozenset[str]:
+    """Returns the names of the floating-point and complex buffers whose values differ."""
+    different = (name for name, buffer in after.items() if not torch.equal(buffer, before[name]))
+    return frozenset(name for name in different if before[name].is_floating_point() or before[name].is_complex())
 
 
 def _narrow(model: nn.Module, dtype: torch.dtype) -> None:

@@ -164,21 +164,7 @@ def _place_attention(draft: PlanDraft, path: str, attention: Attention, use: Fea
     out = attention.o.out_features
     start, stop = draft.mode.states(use.takes_cut), draft.mode.states(use.gives_cut)
     layers = (Layer(hidden, q_width + 2 * kv_width, not use.from_input), Layer(q_width, out))
-
-    def chosen(most_alone: int = 0) -> RoleChoice | None:
-        joined = 2 * kv_width if draft.mode.dim == 1 else 0
-        middle = LayerBoundary(attention.num_heads, sums=False, most_alone=most_alone, joined=joined)
-        return draft.mode.choose(
-            layers, (LayerBoundary(0, start), middle, LayerBoundary(out, stop)), draft.job.num_tokens
-        )
-
-    turned = 2 if attention.rotary is not None else 1  # rotary turns pairs of elements, which stay together
-    # whole heads if they fit the grid; else, over one axis alone, parts of heads
-    choice = chosen() or chosen(q_width // turned)
-    if choice is None and len(draft.mode.axes) == 1:
-        head_slices(attention, draft.mode.axes[0].size)  # raises, with the numbers of ranks that fit
-    if choice is None:
-        raise draft.too_small(path, f"{attention.num_heads} heads")
+    choice = _chosen_roles(draft, path, attention, layers, LayerBoundary(0, start), LayerBoundary(out, stop))
     before, after = choice.steps
     axes = draft.mode.axes_in(before.after, "F")
     parts = prod(size for _, size in axes)
@@ -218,6 +204,29 @@ def _place_attention(draft: PlanDraft, path: str, attention: Attention, use: Fea
     draft.note(path, note, rung=Rung.ATTEND)
     role, why = "inside a head" if inside else "heads", _why(attention.num_heads, parts, note)
     draft.role(path, role, why)
+
+
+def _chosen_roles(
+    draft: PlanDraft, path: str, attention: Attention, layers: tuple[Layer, Layer], start: LayerBoundary,
+    stop: LayerBoundary,
+) -> RoleChoice:  # fmt: skip
+    """Returns the roles of an attention's layers: whole heads if they fit the grid, else, over one axis, parts of them.
+
+    Raises: LayoutError: there are too few heads, or too few elements in each.
+    """
+    mode, joined = draft.mode, 2 * attention.num_kv_heads * attention.head_dim if draft.mode.dim == 1 else 0
+
+    def chosen(most_alone: int = 0) -> RoleChoice | None:
+        middle = LayerBoundary(attention.num_heads, sums=False, most_alone=most_alone, joined=joined)
+        return mode.choose(layers, (start, middle, stop), draft.job.num_tokens)
+
+    turned = 2 if attention.rotary is not None else 1  # rotary turns pairs of elements, which stay together
+    choice = chosen() or chosen(attention.num_heads * attention.head_dim // turned)
+    if choice is None and len(mode.axes) == 1:
+        head_slices(attention, mode.axes[0].size)  # raises, with the numbers of ranks that fit
+    if choice is None:
+        raise draft.too_small(path, f"{attention.num_heads} heads")
+    return choice
 
 
 def _why(num_heads: int, parts: int, note: HeadsNote) -> str:
