@@ -82,7 +82,7 @@ def _placement(number: int, form: Form, rng: random.Random) -> Placement:
     return every[number % len(every)] if number < 2 * len(pairs()) else rng.choice(every)
 
 
-def part_of(whole: Tensor, where: Placement, form: Form, rank: int, *, terms: bool) -> Tensor | None:
+def shard_of(whole: Tensor, where: Placement, form: Form, rank: int, *, terms: bool) -> Tensor | None:
     """What ``torch.chunk`` gives this rank; as a term, times coordinate + 1 on the axes of a sum."""
     coord = where.coord(rank)
     if coord is None:
@@ -112,12 +112,12 @@ def sweep(world: World, first: int, last: int, seed: int = 0, *, every_gradient:
     for number in range(first, last):
         drawn = draw(number, seed)
         base, whole = held(drawn)
-        x = _given(part_of(base, drawn.source, drawn.before, world.rank, terms=True), base, drawn.source, drawn.before)
+        x = _given(shard_of(base, drawn.source, drawn.before, world.rank, terms=True), base, drawn.source, drawn.before)
         gradient = number % every_gradient == 0 and drawn.dtype.is_floating_point
         y = to_global(x.requires_grad_(gradient), drawn.destination, drawn.after)
         _judge(world, number, y, whole, sums, wrong)
         if gradient:
-            weight = part_of(base, drawn.destination, drawn.after, world.rank, terms=False)
+            weight = shard_of(base, drawn.destination, drawn.after, world.rank, terms=False)
             plain = tuple(sbp.broadcast if one == sbp.partial_sum else one for one in drawn.after)
             y.backward(_given(weight, base, drawn.destination, plain))
             _judge(world, number, x.grad, base, sums, wrong)
@@ -133,7 +133,7 @@ def _given(local: Tensor | None, whole: Tensor, where: Placement, form: Form) ->
 
 
 def _judge(world: World, number: int, y, whole: Tensor, sums: list, wrong: list[str]) -> None:
-    expected = part_of(whole, y.placement, y.sbp, world.rank, terms=False)
+    expected = shard_of(whole, y.placement, y.sbp, world.rank, terms=False)
     local = y.to_local().detach()
     if expected is None:
         if local.numel():
@@ -147,7 +147,7 @@ def _judge(world: World, number: int, y, whole: Tensor, sums: list, wrong: list[
 
 
 def _num(whole: Tensor, y: GlobalTensor, rank: int) -> int:
-    part = part_of(whole, y.placement, y.sbp, rank, terms=False)
+    part = shard_of(whole, y.placement, y.sbp, rank, terms=False)
     return 0 if part is None else part.numel()
 
 
@@ -161,7 +161,7 @@ def _wrong_sums(world: World, sums: list, seed: int) -> list[str]:
         total = torch.zeros(whole.shape, dtype=torch.float64)
         counted: dict[tuple, Tensor] = {}
         for rank, coord in y.placement.coords:
-            piece = part_of(total, y.placement, y.sbp, rank, terms=False)
+            piece = shard_of(total, y.placement, y.sbp, rank, terms=False)
             values, parts[rank] = parts[rank][: piece.numel()].view(piece.shape), parts[rank][piece.numel() :]
             key = tuple(-1 if one == sbp.broadcast else i for one, i in zip(y.sbp, coord, strict=True))
             if key not in counted:

@@ -20,7 +20,7 @@ from shardwright.strategies import choose
 
 HOOKS = ["UNSHARD", "GATHER", "FRAME"]
 FORWARDS = [
-    *("OFFLOAD", "RECOMPUTE", "UNSHARD_BLOCK", "COMPILE", "CONTRIBUTE_ONCE", "ON_PARTS", "DRAWS", "CALLERS"),
+    *("OFFLOAD", "RECOMPUTE", "UNSHARD_BLOCK", "COMPILE", "CONTRIBUTE_ONCE", "ON_SHARDS", "DRAWS", "CALLERS"),
     *("FOLLOWED", "ENTRY", "OPERATOR", "ATTEND", "NO_SAMPLES", "STATISTICS", "DROPOUT", "SPLIT_BACKWARD", "GUARD"),
 ]
 """The order of the rungs, outermost first, written out: each line of ``Rung`` says why it stands where it stands.

@@ -19,6 +19,20 @@ def classes():
     return [(node.name, path.relative_to(ROOT).as_posix()) for path, node in nodes if isinstance(node, ast.ClassDef)]
 
 
+@cache
+def aliases():
+    """Each name that a module gives to a type, such as ``Ranges``, and its file; type variables aside."""
+    found = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if "TypeVar" not in ast.unparse(node):
+                found += [
+                    (each.id, path.relative_to(ROOT).as_posix()) for each in targets if isinstance(each, ast.Name)
+                ]
+    return [(name, path) for name, path in found if re.match(r"_?[A-Z]\w*[a-z]", name)]
+
+
 def words_of(name):
     """The words of a CamelCase name: an acronym or a number is a word of its own."""
     return re.findall(r"[A-Z]{2,}(?=[A-Z][a-z]|\d|$)|[A-Z]?[a-z]+|[A-Z]|\d+[a-zA-Z]*", name.lstrip("_"))
@@ -46,9 +60,10 @@ def test_every_word_of_the_list_is_part_of_a_class_name_and_stands_there_once():
     assert len(set(plain)) == len(plain)
 
 
-def test_no_two_classes_share_a_name_even_if_one_is_private():
+def test_no_two_classes_or_types_share_a_name_even_if_one_is_private():
+    assert len(aliases()) > 50
     paths = {}
-    for name, path in classes():
+    for name, path in classes() + aliases():
         paths.setdefault(name.lstrip("_"), []).append(path)
     assert not {name: where for name, where in paths.items() if len(where) > 1}
 

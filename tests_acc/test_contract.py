@@ -29,7 +29,7 @@ from contract.cases import (
     pairs,
     spelling,
 )
-from contract.test_on_parts import CASES as OF_OPERATORS
+from contract.test_on_shards import CASES as OF_OPERATORS
 from contract.test_pipeline_of_events import CASES as OF_EVENTS
 from shardwright.comm.launch import run_threads
 from shardwright.layout import Layout

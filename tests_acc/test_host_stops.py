@@ -20,7 +20,7 @@ from torch import nn
 
 from contract import test_draws as draws
 from contract.cases import CONVNET, Case, Pictures, lays_out, planned, planned_once
-from contract.test_on_parts import CASES as OF_OPERATORS
+from contract.test_on_shards import CASES as OF_OPERATORS
 from contract.test_pipeline_of_events import CASES as OF_EVENTS
 from shardwright import rng
 from shardwright.comm.launch import run_threads

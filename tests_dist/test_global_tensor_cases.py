@@ -26,7 +26,7 @@ def base_of(case: dict) -> Tensor:
     return (torch.arange(torch.Size(shape).numel()) % 97).reshape(shape).to(dtype)
 
 
-def part_of(whole: Tensor, where, spec: tuple, rank: int) -> Tensor | None:
+def shard_of(whole: Tensor, where, spec: tuple, rank: int) -> Tensor | None:
     """What ``torch.chunk`` gives this rank, times coordinate + 1 on the axes of a sum; None on others."""
     if where.coord(rank) is None:
         return None
@@ -47,7 +47,7 @@ def whole_of(world, x) -> Tensor:
     seen = torch.zeros(x.shape, dtype=torch.int64)
     counted = set()
     for rank in range(world.size):
-        shape = (part_of(total, x.placement, x.sbp, rank) if rank in x.placement else local.new_empty(0)).shape
+        shape = (shard_of(total, x.placement, x.sbp, rank) if rank in x.placement else local.new_empty(0)).shape
         part = local.clone().contiguous() if rank == world.rank else local.new_empty(shape)
         assert part.shape == shape or rank not in x.placement, f"rank {rank} holds {part.shape} and not {shape}"
         axis.broadcast(part, rank)
@@ -69,7 +69,7 @@ def whole_of(world, x) -> Tensor:
     copy = torch.empty_like(local)
     if world.rank in x.placement:  # every copy is the same
         if sbp.partial_sum not in x.sbp:
-            torch.testing.assert_close(local, part_of(total, x.placement, x.sbp, world.rank), rtol=0, atol=0)
+            torch.testing.assert_close(local, shard_of(total, x.placement, x.sbp, world.rank), rtol=0, atol=0)
     else:
         assert copy.numel() == 0
     return total
@@ -83,7 +83,7 @@ def transfers(world, case: dict) -> None:
     for one, size in zip(before, src.shape, strict=True):
         factor *= sum(range(1, size + 1)) if one == sbp.partial_sum else 1
     assert case["expect"]["logical"] in ("base", f"{factor}*base")
-    x = from_local(part_of(base, src, before, world.rank), src, before)
+    x = from_local(shard_of(base, src, before, world.rank), src, before)
     if "grad" in case["expect"]:
         x.requires_grad_()
     y = x.to_global(dst, after)

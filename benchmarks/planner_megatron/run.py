@@ -25,7 +25,7 @@ from benchmarks.common import machine, options_of, sized, write
 
 import shardwright as sw
 from shardwright.models import GPT, GPTConfig
-from shardwright.planner.anchors import Parts, factors_of, parts_of
+from shardwright.planner.anchors import SecondsByCause, factors_of, parts_of
 
 VOCABULARY, TOKENS, PEAK = 51200, sized(2048, 16), 312e12
 ANCHORS = (0, 1, 2, 3)
@@ -117,7 +117,8 @@ def errors_of(rows: Sequence[dict], number: int) -> dict:
     ours, constant = [], []
     for chosen in combinations(range(len(rows)), number):
         anchors = [rows[i] for i in chosen]
-        factors: Parts = factors_of([(parts_of(each["parts"]), each["measured_s"]) for each in anchors]).factors
+        known = [(parts_of(each["parts"]), each["measured_s"]) for each in anchors]
+        factors: SecondsByCause = factors_of(known).factors
         share = statistics.mean(each["at_peak_s"] / each["measured_s"] for each in anchors) if anchors else 0.5
         for each in (row for i, row in enumerate(rows) if i not in chosen):
             ours.append(abs(sum(map(mul, factors, parts_of(each["parts"]))) / each["measured_s"] - 1))

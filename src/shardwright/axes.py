@@ -20,11 +20,11 @@ from typing import Any, Literal, TypeAlias
 
 from shardwright.errors import LayoutError
 
-Sizes: TypeAlias = tuple[int, ...]
+AxisSizes: TypeAlias = tuple[int, ...]
 Options: TypeAlias = tuple[tuple[str, str | None], ...]
 """The options of an axis in a layout line, as pairs of a name and a value (or None)."""
 
-Kind = Literal["stages", "copies", "operators"]
+AxisKind = Literal["stages", "copies", "operators"]
 """What the ranks along an axis divide: the model into pipeline stages, the batch ("copies"), or each operator.
 
 Along an axis of the kind "copies", each rank has a copy of the model, or ZeRO's slices of one.
@@ -46,7 +46,7 @@ class MisfitError(Exception):
     valid; if it is empty, the LayoutError shows the axis's :attr:`LayoutAxis.sizes` instead.
     """
 
-    def __init__(self, what: str, sizes: Sizes, options: Options, allowed: str = "") -> None:
+    def __init__(self, what: str, sizes: AxisSizes, options: Options, allowed: str = "") -> None:
         super().__init__(what)
         self.what, self.sizes, self.options, self.allowed = what, sizes, options, allowed
 
@@ -80,10 +80,10 @@ class LayoutAxis:
 
     name: str
     order: int
-    kind: Kind
+    kind: AxisKind
     mesh_axes: tuple[tuple[str, ...], ...]
     sizes: str
-    settle: Callable[[Sizes, Options], tuple[Sizes, Options]] = lambda sizes, options: (sizes, options)
+    settle: Callable[[AxisSizes, Options], tuple[AxisSizes, Options]] = lambda sizes, options: (sizes, options)
     automatic: tuple[str, ...] = ()
     keyword: str = ""
     keys: Mapping[str, Sequence[type]] = field(default_factory=dict)
@@ -167,7 +167,7 @@ def layout_axes() -> Mapping[str, LayoutAxis]:
 
 
 @cache
-def mesh_axes(kind: Kind | None = None) -> tuple[str, ...]:
+def mesh_axes(kind: AxisKind | None = None) -> tuple[str, ...]:
     """Returns the names of all axes that a mesh may have, slowest-varying first.
 
     With ``kind`` only those that come from layout axes of that kind: "stages", "copies" or "operators".

@@ -42,8 +42,8 @@ class Rung(IntEnum):
     UNSHARD_BLOCK = 6  # inside RECOMPUTE, which does not repeat hooks; outside of COMPILE: compiled code cannot unshard
     COMPILE = 7  # outside of all that computes: one compiled function in place of everything below
     CONTRIBUTE_ONCE = 8  # inside RECOMPUTE: parameters whose gradient another rank contributes are constants there too
-    ON_PARTS = 9  # the user's code on parts of tensors; inside RECOMPUTE: the recomputation runs on parts too
-    DRAWS = 10  # the code's random numbers; inside ON_PARTS: it draws for the whole tensor, of which a rank has a part
+    ON_SHARDS = 9  # the user's code on shards of tensors; inside RECOMPUTE: the recomputation runs on shards too
+    DRAWS = 10  # the code's random numbers; inside ON_SHARDS: it draws for the whole tensor, of which a rank has a part
     CALLERS = 11  # refuses callers that the analysis has not followed, before anything is sent
     FOLLOWED = 12  # notes which module runs, for CALLERS of the modules inside
     ENTRY = 13  # gathers an input once for several operators inside the module's own code
@@ -207,10 +207,10 @@ def rename(module: nn.Module, rung: Rung, name: str) -> None:
     A wrapper that learns in a step what it does says so by its name. Without a wrapper there, nothing is changed.
 
     >>> layer = nn.ReLU()
-    >>> wrap(layer, Rung.ON_PARTS, "on parts", by="toy", around=lambda inner: inner)
-    >>> rename(layer, Rung.ON_PARTS, "on whole logits")
+    >>> wrap(layer, Rung.ON_SHARDS, "on shards", by="toy", around=lambda inner: inner)
+    >>> rename(layer, Rung.ON_SHARDS, "on whole logits")
     >>> print(stack_of(layer))
-    ON_PARTS         on whole logits (by toy)
+    ON_SHARDS         on whole logits (by toy)
     """
     stack = stack_of(module)
     stack.wrappers = tuple(each._replace(name=name) if each.rung == rung else each for each in stack.wrappers)

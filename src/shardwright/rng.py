@@ -49,7 +49,7 @@ class DimSlice:
     ranges: tuple[tuple[int, int], ...]
 
 
-PartOf = Callable[[Tensor], tuple[tuple[DimSlice, ...], Callable[[Tensor], None]] | None]
+ShardOf = Callable[[Tensor], tuple[tuple[DimSlice, ...], Callable[[Tensor], None]] | None]
 """A function that returns a tensor's slices of the whole, and a function that marks another tensor as the same part.
 
 It returns None for a tensor that is whole.
@@ -57,7 +57,7 @@ It returns None for a tensor that is whole.
 
 
 def _of_whole(_: Tensor) -> None:
-    """Returns None: the ``part_of`` of runs in which every tensor is whole."""
+    """Returns None: the ``shard_of`` of runs in which every tensor is whole."""
 
 
 class RngTracker:
@@ -72,7 +72,7 @@ class RngTracker:
         self.samples = samples
         self.layers: set[str] = set()
         self.unrecorded = ""  # what the model's code raised, for which its forward could not be recorded
-        self.part_of: PartOf = _of_whole  # which part of a whole a tensor is, where models run on parts
+        self.shard_of: ShardOf = _of_whole  # which shard of a whole a tensor is, where models run on shards
         self.draw: Callable[..., Tensor] | None = None  # set by key_draws: a draw by its key, without counting it
         self.forward_ended: Callable[[], None] | None = None  # set by key_draws: checks how often modules were called
 
@@ -342,7 +342,7 @@ class KeyedDropout:
             )
         shape = input.transpose(0, self.dim).shape
         cuts = self.cuts if self.tokens is None else (*self.cuts, *self.tokens(shape))
-        part = self.rng.part_of(input) if self.dim == 0 else None
+        part = self.rng.shard_of(input) if self.dim == 0 else None
         if part is not None:
             cuts = (*cuts, *part[0])
         key = self.rng.call(self.layer)
@@ -367,7 +367,7 @@ class KeyedDropout:
             )
         (outside,) = found
         shape = (count, len(input) // count, *input.shape[1:])
-        part = self.rng.part_of(input)
+        part = self.rng.shard_of(input)
         cuts = [replace(each, dim=each.dim + (each.dim > 0)) for each in (*self.cuts, *(part[0] if part else ()))]
         keep = dropout_mask(self.rng, self.rng.call(self.layer), shape, tuple(cuts), p, samples, input.device)
         keep = keep.unflatten(1, (outside, -1)).transpose(0, 1).flatten(0, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.contract.cases import CHECKS, job_of, planned
-from tests.contract.test_on_parts import TOKENS, GroupedBlock, Language, OwnCase
+from tests.contract.test_on_shards import TOKENS, GroupedBlock, Language, OwnCase
 from torch import nn
 
 from shardwright.ledger.account import predict_memory

@@ -192,7 +192,7 @@ def test_what_a_backward_of_the_users_own_sums_is_not_cut():
 
     model = Alone(nn.Linear(6, 8), nn.Linear(8, 6)).to("meta")
     run = ModelGraph(model, torch.empty(2, 6)).run
-    assert not graph_cuts(model, run.recording, run.axes, 2).parts
+    assert not graph_cuts(model, run.recording, run.axes, 2).shards
 
 
 def test_a_function_between_stages_is_refused_and_not_run_without_its_backward():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.contract.cases import check_equal, check_traffic, planned
-from tests.contract.test_on_parts import OwnCase
+from tests.contract.test_on_shards import OwnCase
 from torch import nn
 from torch.nn import functional
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.contract.cases import CHECKS, check_traffic, job_of, planned
-from tests.contract.test_on_parts import TOKENS, WORDS, FusedBlock, GroupedBlock, Language, OwnCase
+from tests.contract.test_on_shards import TOKENS, WORDS, FusedBlock, GroupedBlock, Language, OwnCase
 from torch import nn
 
 from shardwright.models.losses import CrossEntropy

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.contract.cases import CHECKS, check_equal, check_traffic, planned
-from tests.contract.test_on_parts import TOKENS, WIDTH, WORDS, OwnCase
+from tests.contract.test_on_shards import TOKENS, WIDTH, WORDS, OwnCase
 from torch import nn
 
 from shardwright.models.losses import CrossEntropy
-from shardwright.strategies.tensor_parallel.on_parts import share_cut
+from shardwright.strategies.tensor_parallel.on_shards import share_cut
 
 WAYS = {
     "tokens first": (lambda h: h.transpose(0, 1), lambda h: h.transpose(0, 1)),

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from tests.contract.test_parts_in_stages import CASES as ON_PARTS
+from tests.contract.test_shards_in_stages import CASES as ON_SHARDS
 from torch import nn
 
 import shardwright as sw
@@ -36,8 +36,9 @@ from shardwright.strategies.pipeline.p2p import P2P
 LINES = (
     ("pp2/1f1b/scatter tp3 mb2", GPT2), ("pp3/scatter tp2 mb3", DEEP), ("pp2/1f1b/scatter tp2x2/2d mb2", GPT2),
     ("pp2/scatter tp2/sp mb2", GPT2), ("pp2/scatter tp2", CONVNET), ("pp2/scatter dp2/zero3 tp2 mb2", LLAMA_ONE_KV),
-    ("pp2/1f1b/scatter dp2/zero1 tp2 mb2", ON_PARTS["GroupedBlock"]), ("pp2/scatter tp3", ON_PARTS["Paired"]),
-    ("pp2/zb-v/scatter tp2 mb2 recompute:full", ON_PARTS["Paired"]), ("pp2/scatter tp2x2/2d", ON_PARTS["GroupedBlock"]),
+    ("pp2/1f1b/scatter dp2/zero1 tp2 mb2", ON_SHARDS["GroupedBlock"]), ("pp2/scatter tp3", ON_SHARDS["Paired"]),
+    ("pp2/zb-v/scatter tp2 mb2 recompute:full", ON_SHARDS["Paired"]),
+    ("pp2/scatter tp2x2/2d", ON_SHARDS["GroupedBlock"]),
 )  # fmt: skip
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.sharding.whole_process import execute_locally
 
 from shardwright.global_tensor import placement, plan_to_global, sbp
 from shardwright.global_tensor.boxing_plan import BoxingStep, cheapest_plan
 from shardwright.global_tensor.geometry import GlobalLayout, boxes, is_partial, local_shape, terms
-from shardwright.sharding.transfer import execute_locally
 
 GRIDS = ((1,), (2,), (3,), (4,), (2, 2), (1, 3), (2, 1))
 

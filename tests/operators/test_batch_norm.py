@@ -52,7 +52,7 @@ def outcome(norm, batches, *, train_last=True):
     return found, [buffer.clone() for buffer in norm.buffers()]
 
 
-def part_of(weights, sizes, index):
+def shard_of(weights, sizes, index):
     return weights.split(list(sizes))[index]
 
 
@@ -72,11 +72,11 @@ def compare(kind, options, shares, train_last=True, dtype=torch.float64, toleran
         mine = []
         for number, (x, sizes) in enumerate(zip(batches, shares, strict=True)):
             norm.train(train_last or number < len(batches) - 1)
-            x_mine = part_of(x, sizes, index).clone().requires_grad_()
+            x_mine = shard_of(x, sizes, index).clone().requires_grad_()
             norm.zero_grad()
             y = norm(x_mine)
             factors = torch.arange(1.0, x.numel() + 1, dtype=dtype).view(x.shape)
-            (y * part_of(factors, sizes, index)).sum().backward()
+            (y * shard_of(factors, sizes, index)).sum().backward()
             mine.append([y.detach(), x_mine.grad, *(axes["dp"].all_reduce(p.grad.clone()) for p in norm.parameters())])
         return mine, [buffer.clone() for buffer in norm.buffers()]
 

@@ -322,7 +322,7 @@ def test_a_part_of_the_model_called_by_hand_gives_its_whole_output_under_tp():
 
     def work(world):
         run = laid_out(model, "tp2", world)
-        assert run.plan.notes[""].parts, "it is cut by its record"
+        assert run.plan.notes[""].shards, "it is cut by its record"
         return outputs(run.model)
 
     expected = outputs(model)

@@ -172,7 +172,7 @@ def test_features_stay_cut_where_other_dims_are_mixed(model):
     batch, plain = floats(), model()
     run = ModelGraph(plain, batch[0]).run
     cuts = graph_cuts(plain, run.recording, run.axes, 2)
-    assert set(cuts.parts) == {name for name in dict(plain.named_parameters()) if name.endswith("weight")} | {
+    assert set(cuts.shards) == {name for name in dict(plain.named_parameters()) if name.endswith("weight")} | {
         f"{next(iter(dict(plain.named_children())))}.bias"
     }
     verdict = verify(plain, "tp2", [batch], loss=LOSS)

@@ -214,7 +214,7 @@ class OwnAttention(nn.Module):
 
 
 @pytest.mark.parametrize("line", ["tp2", "tp2/sp", "pp2/1f1b mb2 tp2"])
-def test_memory_on_an_accelerator_is_that_of_a_run_where_a_forward_runs_on_parts(line):
+def test_memory_on_an_accelerator_is_that_of_a_run_where_a_forward_runs_on_shards(line):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(64, 32), *(OwnAttention() for _ in range(3)), nn.Linear(32, 64))
     tokens = torch.randint(64, (8, 64))

@@ -19,7 +19,7 @@ from shardwright.report.description import describe
 from shardwright.report.layout_sections import layout_html
 from shardwright.report.run_page import write_run_page
 from shardwright.report.training_runs import record_run
-from shardwright.strategies.tensor_parallel.on_parts import PartsNote
+from shardwright.strategies.tensor_parallel.on_shards import ShardsNote
 
 
 def charts_of(path):
@@ -108,7 +108,7 @@ def test_what_a_recorded_model_sends_is_told_by_layer(line):
     inputs = torch.zeros(8, 6, dtype=torch.long)
     layout = Layout.parse(line)
     job = job_for(Recorded(), CrossEntropy(), layout, inputs)
-    assert isinstance(make_plan(job, layout)[0].notes[""], PartsNote)
+    assert isinstance(make_plan(job, layout)[0].notes[""], ShardsNote)
     found = describe(job, layout, inputs=inputs)
     sent = {entry["layer"]: entry["sent_bytes"] for entry in found["layer_traffic"] if entry["strategy"] != "pipeline"}
     blocks = [f"blocks.{number}" for number in range(4)]

@@ -278,9 +278,9 @@ def test_ranks_on_parts_hash_their_own_elements_only(monkeypatch):
 
     random_bits, weights = keyed_numbers.random_bits, HEADS * TOKENS * TOKENS
     assert weights in sizes("single")
-    on_parts = sizes("tp2")
-    assert weights // 2 in on_parts
-    assert weights not in on_parts
+    on_shards = sizes("tp2")
+    assert weights // 2 in on_shards
+    assert weights not in on_shards
 
 
 def run_of_heads(line):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.sharding.whole_process import fused_ranges
 
 from shardwright.sharding.box import (
     Box,
@@ -14,7 +15,6 @@ from shardwright.sharding.box import (
     concat,
     cut,
     flat_boxes,
-    fused_ranges,
     read,
     runs,
     write,

@@ -5,11 +5,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.sharding.whole_process import fused_ranges
 
 from processor_time import takes_less
 from shardwright.axes import mesh_axes
 from shardwright.mesh import Mesh, balanced
-from shardwright.sharding.box import balanced_ranges, cut, flat_boxes, fused_ranges, read
+from shardwright.sharding.box import balanced_ranges, cut, flat_boxes, read
 from shardwright.sharding.tensor_layout import TensorLayout
 
 thorough = settings(max_examples=3 * settings().max_examples, deadline=None)

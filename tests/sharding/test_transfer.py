@@ -5,14 +5,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.sharding.whole_process import execute_locally, fused_ranges
 
 from processor_time import takes_less
 from sharding.test_tensor_layout import build, layouts, numbered, thorough
 from shardwright.errors import PlanError
 from shardwright.mesh import Mesh
-from shardwright.sharding.box import Box, Piece, balanced_ranges, cut, fused_ranges
+from shardwright.sharding.box import Box, Piece, balanced_ranges, cut
 from shardwright.sharding.tensor_layout import TensorLayout
-from shardwright.sharding.transfer import execute_locally, plan_transfer
+from shardwright.sharding.transfer import plan_transfer
 
 
 def cut_for(whole, layout, mesh):

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from shardwright.analysis.own_attributes import MODULE_ATTRIBUTES
+
 _PLAIN = (int, float, bool, str, tuple, type(None))
 _TOLD_BY_TEXT = (*_PLAIN, torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
-_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 Counters = frozenset[tuple[str, str]]
@@ -62,7 +63,9 @@ def signature(block: nn.Module, counters: Counters = frozenset()) -> tuple[str, 
         settings = sorted(
             (name, value)
             for name, value in vars(module).items()
-            if isinstance(value, _PLAIN) and name not in _OF_MODULES - {"training"} and (path, name) not in counters
+            if isinstance(value, _PLAIN)
+            and name not in MODULE_ATTRIBUTES - {"training"}
+            and (path, name) not in counters
         )
         tensors = [(name, p.shape, p.dtype, p.requires_grad, number[id(p)])
                    for name, p in module._parameters.items() if p is not None]  # fmt: skip
@@ -126,5 +129,5 @@ def held_objects(block: nn.Module) -> Mapping[tuple[str, str], int]:
         (path, name): id(value)
         for path, module in block.named_modules()
         for name, value in vars(module).items()
-        if name not in _OF_MODULES and not isinstance(value, _PLAIN)
+        if name not in MODULE_ATTRIBUTES and not isinstance(value, _PLAIN)
     }

@@ -145,9 +145,6 @@ def _frame_of(hook: Any) -> _CheckpointFrame | None:
     return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, _CheckpointFrame)), None)
 
 
-_CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
-
-
 def _places(within: CodeType) -> Iterator[CheckpointCall | None]:
     """Yields the checkpoints whose forwards are running in this thread, innermost first, up to a call of ``within``.
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from shardwright.analysis.own_attributes import MODULE_ATTRIBUTES
 from shardwright.analysis.reached import (
     ATOMS,
     COLLECTIONS,
@@ -36,8 +37,6 @@ from shardwright.analysis.reached import (
 from shardwright.errors import PlanError
 
 M = TypeVar("M", bound=nn.Module)
-_HOOKS = frozenset(vars(nn.Module()))
-"""The attributes that every ``nn.Module`` has. Only handles of hooks share one that is an empty dict or set."""
 
 
 def copied(model: M, memo: dict[int, Any]) -> M:
@@ -85,7 +84,7 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
                 own[name] = value
             elif isinstance(value, Tensor) and value.layout != torch.strided:  # deepcopy takes no compressed one
                 own[name] = memo.setdefault(id(value), value.detach().clone())
-            elif kind in COLLECTIONS and not value and name in _HOOKS:
+            elif kind in COLLECTIONS and not value and name in MODULE_ATTRIBUTES:
                 own[name] = memo.setdefault(id(value), kind())  # a hook's handle refers to it
             elif name in REGISTERED and kind in DICTS and known.issuperset(map(id, value.values())):
                 items = ((key, None if each is None else memo[id(each)]) for key, each in value.items())

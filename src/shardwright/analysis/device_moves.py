@@ -56,7 +56,7 @@ def _names_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
 
 _OF_NUMBERS = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
 
-_DEVICE = Tensor.device.__get__  # what a function mode sees of ``tensor.device``
+DEVICE = Tensor.device.__get__  # what a function mode sees of ``tensor.device``
 
 
 _WRITES = frozenset(
@@ -141,7 +141,7 @@ def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dic
     run. A ``device`` among the arguments in ``named`` is replaced by the meta device, but for numbers that code makes a
     tensor of: on the meta device they would be lost.
     """
-    if function == _DEVICE and args[0].is_meta:
+    if function == DEVICE and args[0].is_meta:
         return torch.device(device)
     if function is Tensor.type and args[0].is_meta:
         # torch names the type of a meta tensor "torch.meta.FloatTensor", and refuses that name where it takes one

@@ -93,20 +93,20 @@ class DimLetters:
         return prod(sum(map(self.size, p.parts)) if isinstance(p, Concat) else self.sizes[p] for p in dim)
 
 
-Rule = Callable[[RecordedCall, DimLetters], tuple[Sequence["Dims | None"], Sequence[Dims]]]
+DimRule = Callable[[RecordedCall, DimLetters], tuple[Sequence["Dims | None"], Sequence[Dims]]]
 """A function from an operator's call and :class:`DimLetters` to the dims of the operands and of the results.
 
 The entry of an operand is None if its dims are related to no other tensor's, as those of a scalar.
 """
 
 
-def rule(table: dict[str, Rule], *names: str) -> Callable[[Rule], Rule]:
+def rule(table: dict[str, DimRule], *names: str) -> Callable[[DimRule], DimRule]:
     """Returns a decorator that stores a function in ``table``, under ``names``, as the :data:`Rule` of these operators.
 
     The function relates the dims of an operator's inputs to those of its results.
     """
 
-    def add(function: Rule) -> Rule:
+    def add(function: DimRule) -> DimRule:
         table.update(dict.fromkeys(names, function))
         return function
 

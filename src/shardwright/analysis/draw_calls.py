@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright.errors import EXAMPLE, PlanError
 from shardwright.rng import with_names
 
-Kind = Literal[
+DrawKind = Literal[
     "drop", "fill", "like", "new", "bernoulli", "normal", "multinomial", "gumbel", "rrelu", "attend", "recur"
 ]
 
@@ -26,7 +26,7 @@ _DROP = "input p=0.5 training=True inplace=False"
 _NEW = "dtype=None layout=None device=None pin_memory=False requires_grad=False out=None generator=None"
 _RECUR = "input hx params has_biases num_layers dropout train bidirectional batch_first"
 
-_PARAMETERS: dict[Callable[..., Any], tuple[Kind, str]] = {
+_PARAMETERS: dict[Callable[..., Any], tuple[DrawKind, str]] = {
     functional.dropout: ("drop", _DROP),
     functional.dropout1d: ("drop", _DROP),
     functional.dropout2d: ("drop", _DROP),
@@ -105,7 +105,7 @@ class DrawCall:
     """
 
     function: Callable[..., Any]
-    kind: Kind
+    kind: DrawKind
     given: Mapping[str, Any]
 
     @property

@@ -12,9 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shardwright.analysis.structure import ELEMENTWISE_FUNCTIONS, LayerChain, is_elementwise_module, is_exactly, runs_as
 from shardwright.models.attention import Attention, Rotary
-from shardwright.rng import with_names
-
-LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+from shardwright.rng import TRANSFORMER_LAYERS, with_names
 
 
 class MetaForward(partial[Any]):
@@ -63,7 +61,7 @@ def known_chains(model: nn.Module) -> Iterator[tuple[LayerChain, bool]]:
     [(LayerChain(columns=('linear1',), between=('dropout',), row='linear2', entry=None, owner=''), False)]
     """
     for path, layer in model.named_modules():
-        if not any(runs_as(layer, kind) for kind in LAYERS):
+        if not any(runs_as(layer, kind) for kind in TRANSFORMER_LAYERS):
             continue
         activation: Any = layer.activation
         module = activation if isinstance(activation, nn.Module) else None

@@ -50,7 +50,7 @@ PACK = "_pack_padded_sequence"
 
 _SILENT = frozenset(["detach", "alias", "lift_fresh", "lift", "sym_size", "sym_stride"])
 
-Key = tuple[Any, ...]
+ValueKey = tuple[Any, ...]
 
 
 _KEPT = "_values_kept"
@@ -66,7 +66,7 @@ class ValueReadError(RuntimeError):
     """Raised when code on the meta device reads a value that is known only in a real run."""
 
 
-def view_key(tensor: Tensor) -> Key:
+def view_key(tensor: Tensor) -> ValueKey:
     """Returns a key of the view that a tensor is: storage, offset, shape, strides, dtype; its id if it is sparse."""
     try:
         storage = tensor.untyped_storage()._cdata
@@ -146,8 +146,10 @@ class MetaValues(DispatchMode):
         self.keeps_values = True
         """Whether results have values. Unset, none has: inside a function of torch whose own result has none."""
         self._guess, self._spread = guess, spread
-        self._values: dict[Key, Tensor] = {}
-        self._held: dict[int, tuple[weakref.ref[Any], list[Key]]] = {}  # the keys of each storage, until it is freed
+        self._values: dict[ValueKey, Tensor] = {}
+        self._held: dict[
+            int, tuple[weakref.ref[Any], list[ValueKey]]
+        ] = {}  # the keys of each storage, until it is freed
         self._freed: deque[int] = deque()  # any thread may drop the last reference
 
     def ran(self, function: Any, args: Any, named: dict[str, Any], results: Any, *, random: bool) -> None:

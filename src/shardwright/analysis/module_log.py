@@ -18,8 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardwright.analysis.checkpoint_calls import saved_by
 from shardwright.analysis.structure import owners
 
-ParameterUse = tuple[Literal["use", "hold", "release"], str]
-"""The kind of use of a parameter, and the parameter's name."""
+UseEvent = tuple[Literal["use", "hold", "release"], str]
+"""An event of a recorded forward, with a parameter's name, or its group's: use, hold (may be used later), release."""
 
 
 class ModuleLog:
@@ -35,7 +35,7 @@ class ModuleLog:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.uses: list[ParameterUse] = []
+        self.uses: list[UseEvent] = []
         self._model = model
         self._stack = [("", 0)]
         self._calls = Counter[str]()
@@ -105,7 +105,7 @@ class ModuleLog:
 class _RecordedParameters(dict[str, Any]):
     """A module's ``_parameters`` dict that notes which parameters code reads as attributes."""
 
-    def __init__(self, parameters: Mapping[str, Any], names: Mapping[str, str], uses: list[ParameterUse]) -> None:
+    def __init__(self, parameters: Mapping[str, Any], names: Mapping[str, str], uses: list[UseEvent]) -> None:
         super().__init__(parameters)
         self.names, self._uses = names, uses
         self._read: list[list[str]] = []  # by each call of the module's forward that runs

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwright.analysis.dim_letters import Concat, DimLetters, Dims, Role, Rule, all_whole, broadcast, rule
+from shardwright.analysis.dim_letters import Concat, DimLetters, DimRule, Dims, Role, all_whole, broadcast, rule
 from shardwright.analysis.recording import PRODUCTS, RecordedCall, TensorUse
 from shardwright.analysis.view_dims import VIEW_RULES
 
@@ -218,7 +218,7 @@ def _reduce(call: RecordedCall, a: DimLetters) -> Any:
 _VARIANCES = frozenset(("var", "var_mean", "std", "std_mean"))
 
 
-def _along(number: int) -> Rule:
+def _along(number: int) -> DimRule:
     """Returns a function that relates the dims of operators that need one dim whole; argument ``number`` names it."""
 
     def found(call: RecordedCall, a: DimLetters) -> Any:

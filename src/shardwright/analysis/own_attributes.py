@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-_OF_TORCH = frozenset(vars(nn.Module()))
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """The attributes that each module has for torch: its parameters, buffers, submodules, hooks and mode."""
 
 
@@ -16,4 +16,4 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
     >>> own_attributes(nn.LeakyReLU())
     {'negative_slope': 0.01, 'inplace': False}
     """
-    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+    return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.device_moves import TAKES_GRADIENT, call_on_meta
 from shardwright.analysis.meta_values import MetaValues, view_key
-from shardwright.analysis.module_log import ParameterUse
+from shardwright.analysis.module_log import UseEvent
 from shardwright.analysis.operator_results import check_not_nested, leaves_of, map_tensors, tensors_of
 from shardwright.analysis.recurrent_calls import recurrent_call, with_given_states, with_states
 from shardwright.operator_schemas import viewed_arguments, written_arguments
@@ -60,6 +60,11 @@ class TensorUse:
     kind: str = ""
     name: str = ""
     counts: bool = False
+
+    @property
+    def has_fractions(self) -> bool:
+        """Whether its elements are floating-point or complex numbers."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
 
 
 @dataclass(eq=False, slots=True)
@@ -162,7 +167,7 @@ class Recording:
     measured: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Maps the name of a parameter to the modules whose code reads its shape or size."""
 
-    uses: list[ParameterUse] = field(default_factory=list)
+    uses: list[UseEvent] = field(default_factory=list)
     """The uses of parameters in order, as :class:`ModuleLog` lists them."""
     selecting: dict[str, int] = field(default_factory=dict)
     """The modules whose code selects by a condition on values, as a mixture of experts does.
@@ -395,7 +400,7 @@ _ASKS_SIZES = frozenset(
 """The functions that a TorchFunctionMode sees when code reads the shape or size of a tensor."""
 
 
-_SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # torch's stubs declare it as a plain attribute
+SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # torch's stubs declare it as a plain attribute
 """The function that a TorchFunctionMode is given for ``tensor.data = ...``, which calls no operator."""
 
 
@@ -417,8 +422,8 @@ class _WholeCalls(TorchFunctionMode):
             recorded.recording.measured[recorded.use(args[0].detach()).name].add(recorded.where()[0])
         if func == Tensor.to and isinstance(args[0], nn.Parameter):
             self._moved = None if any(isinstance(each, torch.dtype) for each in (*args, *named.values())) else args[0]
-        is_same = func == _SETS_DATA and args[1] is args[0]
-        if func == _SETS_DATA and isinstance(args[0], nn.Parameter) and not (is_same and self._moved is args[0]):
+        is_same = func == SETS_DATA and args[1] is args[0]
+        if func == SETS_DATA and isinstance(args[0], nn.Parameter) and not (is_same and self._moved is args[0]):
             self._recorded.assigns(args[0].detach(), args[1], is_same=is_same)
         if func in TAKES_GRADIENT:
             raise NotImplementedError("the forward takes a gradient itself, which no record of operators has")

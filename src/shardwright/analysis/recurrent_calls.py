@@ -8,16 +8,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Kind = Literal["lstm", "gru", "rnn_tanh", "rnn_relu"]
+CellKind = Literal["lstm", "gru", "rnn_tanh", "rnn_relu"]
 
-_LAYERS: Mapping[Callable[..., Any], Kind] = {
+_LAYERS: Mapping[Callable[..., Any], CellKind] = {
     torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "rnn_tanh", torch.rnn_relu: "rnn_relu",
 }  # fmt: skip
-_CELLS: Mapping[Callable[..., Any], Kind] = {
+_CELLS: Mapping[Callable[..., Any], CellKind] = {
     torch.lstm_cell: "lstm", torch.gru_cell: "gru", torch.rnn_tanh_cell: "rnn_tanh", torch.rnn_relu_cell: "rnn_relu",
 }  # fmt: skip
 
-GATES: Mapping[Kind, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+GATES: Mapping[CellKind, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 """The number of gates of each kind of layer: a weight has so many rows for each hidden unit."""
 
 RECURRENT = frozenset((*_LAYERS, *_CELLS))
@@ -35,7 +35,7 @@ class RecurrentCall(NamedTuple):
     each step has.
     """
 
-    kind: Kind
+    kind: CellKind
     is_cell: bool
     input: Tensor
     states: tuple[Tensor, ...]
@@ -44,11 +44,6 @@ class RecurrentCall(NamedTuple):
     dropout: float = 0.0
     bidirectional: bool = False
     batch_first: bool = False
-
-    @property
-    def num_units(self) -> int:
-        """The number of hidden units of a layer."""
-        return int(self.weights[0][1].shape[1])
 
 
 def recurrent_call(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> RecurrentCall | None:
@@ -59,8 +54,8 @@ def recurrent_call(function: Any, args: tuple[Any, ...], named: Mapping[str, Any
     >>> layer = torch.nn.LSTM(3, 4, num_layers=2)
     >>> args = torch.ones(5, 1, 3), (torch.zeros(2, 1, 4),) * 2, layer._flat_weights, True, 2, 0.0, True, False, False
     >>> call = recurrent_call(torch.lstm, args, {})
-    >>> call.kind, call.num_units, [[tuple(weight.shape) for weight in each[:2]] for each in call.weights]
-    ('lstm', 4, [[(16, 3), (16, 4)], [(16, 4), (16, 4)]])
+    >>> call.kind, [[tuple(weight.shape) for weight in each[:2]] for each in call.weights]
+    ('lstm', [[(16, 3), (16, 4)], [(16, 4), (16, 4)]])
     """
     if named:
         return None

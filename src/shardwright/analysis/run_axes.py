@@ -21,7 +21,7 @@ from math import gcd, prod
 from shardwright.analysis.dim_letters import Concat, Dim, Role
 from shardwright.analysis.operator_dims import relation_of
 from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
-from shardwright.sharding.tensor_part import ALL
+from shardwright.sharding.tensor_shard import ALL
 
 MISMATCH = "two views of it do not match"
 CLASSES = "cross_entropy"

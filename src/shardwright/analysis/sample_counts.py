@@ -61,7 +61,9 @@ def calls_by_place(recording: Recording) -> list[int]:
         if not of_samples.isdisjoint(operands):
             of_samples.update(call.results, call.written)
             by_place.difference_update(call.written if call.name == "copy_" else ())  # rows of a cache that are filled
-            is_value = not _picks(call) and call.name not in _PRODUCTS and any(map(_is_float, call.results))
+            is_value = (
+                not _picks(call) and call.name not in _PRODUCTS and any(use.has_fractions for use in call.results)
+            )
             if is_value and not by_place.isdisjoint(operands):
                 found.append(index)
             continue
@@ -76,10 +78,6 @@ def calls_by_place(recording: Recording) -> list[int]:
 
 def _picks(call: RecordedCall) -> bool:
     return any(part in call.name for part in _PICKS)
-
-
-def _is_float(use: TensorUse) -> bool:
-    return use.dtype.is_floating_point or use.dtype.is_complex
 
 
 def differ(call: RecordedCall, other: RecordedCall) -> bool:

@@ -137,10 +137,10 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
 
     for call in recording.calls:
         name, first = call.name.removesuffix("_"), next(iter(call.operands), None)
-        results = [use for use in call.results if _has_values(use)]
+        results = [use for use in call.results if use.has_fractions]
         if first is None:
             continue
-        if name == "cumsum" and not _has_values(first):  # places in a queue, as of experts that take so many tokens
+        if name == "cumsum" and not first.has_fractions:  # places in a queue, as of experts that take so many tokens
             is_used = first in trained and not leading.isdisjoint(call.results)
             if is_used and of_batch(first)[call.argument(1, "dim", -1)]:
                 found[call.module, "a running count"] = None
@@ -152,7 +152,7 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
             meets = any(sum(map(bool, of_batch(use))) > 1 for use in results)
         if decides or (name in _REDUCTIONS and first.kind != "constant"):
             meets |= bool(set().union(*before) - set().union(*of_batch(call.results[0])))
-        if name in _ALONG and _has_values(first):
+        if name in _ALONG and first.has_fractions:
             given = call.argument(_ALONG[name], "dims" if name in ("flip", "roll") else "dim", -1)
             meets |= any(before[dim] for dim in ([given] if isinstance(given, int) else given) if before)
         # each sample is a sum over all: with a matrix of weights between samples
@@ -306,7 +306,7 @@ def means_within(recording: Recording, axes: RunAxes, counted: int | None, label
     [('', 'div')]
     """
     loss = recording.loss
-    if loss is None or loss.shape or not _has_values(loss):
+    if loss is None or loss.shape or not loss.has_fractions:
         return []
     leading, sums = _leading(recording, [loss]), _sums(recording, axes)[0]
     of_loss = leading.intersection(sums)  # and not of a metric beside it
@@ -368,7 +368,7 @@ def _sums(
         if call.name in _VIEWS and call.operands:
             viewed.update(dict.fromkeys(call.results, call.operands[0]))
         origin = next((sums[use] for use in call.operands if use in sums and not has_samples(use)), None)
-        valued = [use for use in call.operands if _has_values(use)]
+        valued = [use for use in call.operands if use.has_fractions]
         is_sum = call.name.removesuffix("_") in _SUMS or (call.name in _LOSSES and not call.results[0].shape)
         if origin is None and is_sum and any(map(has_samples, valued)):
             origin = call
@@ -399,10 +399,6 @@ def _leading(recording: Recording, outputs: Collection[TensorUse] | None = None)
         if not found.isdisjoint((*call.results, *call.written)):
             found.update(call.operands)
     return found
-
-
-def _has_values(use: TensorUse) -> bool:
-    return use.dtype.is_floating_point or use.dtype.is_complex
 
 
 def _normalises_samples(call: RecordedCall, axes: RunAxes, samples: Collection[DimAxis]) -> bool:

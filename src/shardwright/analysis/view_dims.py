@@ -7,10 +7,10 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from shardwright.analysis.dim_letters import Concat, Dim, DimLetters, Dims, Role, Rule, all_whole, broadcast, rule
+from shardwright.analysis.dim_letters import Concat, Dim, DimLetters, DimRule, Dims, Role, all_whole, broadcast, rule
 from shardwright.analysis.recording import RecordedCall
 
-VIEW_RULES: dict[str, Rule] = {}
+VIEW_RULES: dict[str, DimRule] = {}
 """Maps the name of each operator that only moves elements, such as ``view``, to a function (:data:`Rule`) that returns
 which dims of its inputs and results correspond. ``operator_dims`` includes this table."""
 

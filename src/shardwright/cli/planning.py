@@ -168,7 +168,7 @@ def _check_data(shared: opt.Shared, config: TrainConfig) -> None:
 
 
 @dataclass
-class _Searches:
+class _FoundPlans:
     """The plans that searches on several clusters, or for several batches, have found.
 
     ``refused`` are the errors of clusters without a layout, by their number of ranks. ``batch`` is the global batch
@@ -202,7 +202,7 @@ class _Searches:
 def _searched(
     wanted: Callable[..., Plans], cluster: Cluster, clusters: Sequence[Cluster], sizes: Sequence[int],
     batch: tuple[Any, Any],
-) -> _Searches:  # fmt: skip
+) -> _FoundPlans:  # fmt: skip
     """Searches on ``cluster`` for each size of a batch if there are several, or on each of ``clusters`` if given.
 
     Raises: LayoutError: no cluster has a layout.
@@ -211,8 +211,8 @@ def _searched(
 
     if len(sizes) > 1:
         batches = plan_batches(sizes, lambda size: wanted(cluster=cluster, batch=first_repeated(batch, size)))
-        return _Searches([batches.plans[batches.best]], first_repeated(batch, batches.best), batches)
-    found = _Searches([], batch, by_ranks=bool(clusters))
+        return _FoundPlans([batches.plans[batches.best]], first_repeated(batch, batches.best), batches)
+    found = _FoundPlans([], batch, by_ranks=bool(clusters))
     for each in clusters or [cluster]:
         try:
             found.plans.append(wanted(cluster=each, batch=batch))

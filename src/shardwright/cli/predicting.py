@@ -15,9 +15,9 @@ from shardwright.layout import Layout
 if TYPE_CHECKING:
     from shardwright.train.config import TrainConfig
 
-Run = Annotated[Path | None, opt.RUN_FOLDER]
+RunFolder = Annotated[Path | None, opt.RUN_FOLDER]
 From = Annotated[Path | None, opt.FROM]
-Split = Annotated[str, typer.Option(help="train or eval.")]
+DataSplit = Annotated[str, typer.Option(help="train or eval.")]
 _FIRST, _MOST_LETTERS = 8, 60
 
 
@@ -45,10 +45,10 @@ def _split_of(given: str) -> Literal["train", "eval"]:
 @with_shared("layout", "model", "data", "batch", "config", config=opt.CONFIG_OF_RUN)
 def evaluate(
     shared: opt.Shared,
-    run: Run = None,
+    run: RunFolder = None,
     from_: From = None,
     num: Annotated[int, typer.Option(help="Samples to read; 0 for all of the split.")] = 0,
-    split: Split = "eval",
+    split: DataSplit = "eval",
     averages: Annotated[bool, opt.AVERAGES] = False,
     ranks: Annotated[str, opt.RANKS] = "threads",
     as_json: Annotated[bool, opt.JSON] = False,
@@ -74,10 +74,10 @@ def evaluate(
 @with_shared("layout", "model", "data", "batch", "config", config=opt.CONFIG_OF_RUN)
 def predict(
     shared: opt.Shared,
-    run: Run = None,
+    run: RunFolder = None,
     from_: From = None,
     num: Annotated[int, typer.Option(help="Samples to predict, from the first on.")] = 10,
-    split: Split = "eval",
+    split: DataSplit = "eval",
     to: Annotated[Path | None, typer.Option(help="Write all outputs and targets into this .safetensors file.")] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replaces the file of --to, also one that another program wrote.")

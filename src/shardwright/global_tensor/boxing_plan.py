@@ -26,7 +26,7 @@ from shardwright.global_tensor.sbp import Sbp, Sbps, broadcast, checked_sbp, is_
 from shardwright.sharding.box import Box, Piece
 from shardwright.sharding.transfer import BoxMessage, TensorTransfer, plan_transfer
 
-Kind = Literal["messages", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
+BoxingKind = Literal["messages", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
 Pieces = Mapping[int, tuple[Piece, ...]]
 
@@ -44,7 +44,7 @@ class BoxingStep:
     shape: tuple[int, ...]
     source: GlobalLayout
     destination: GlobalLayout
-    kind: Kind = "messages"
+    kind: BoxingKind = "messages"
     axis: int = 0
     dims: tuple[int, int] = (0, 0)
 
@@ -189,7 +189,7 @@ def _step(shape: tuple[int, ...], source: GlobalLayout, destination: GlobalLayou
     return BoxingStep(shape, source, destination, kind, axis, (dims[0], dims[-1]) if dims else (0, 0))
 
 
-def _collective_kind(before: Sbp, after: Sbp) -> Kind | None:
+def _collective_kind(before: Sbp, after: Sbp) -> BoxingKind | None:
     if before.is_partial():
         return "all_reduce" if after == broadcast else "reduce_scatter" if is_split(after) else None
     if is_split(before):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch.distributed.tensor import Shard
 
-from shardwright.global_tensor.placement import Coord, Placement
+from shardwright.global_tensor.placement import HierarchyIndex, Placement
 from shardwright.global_tensor.sbp import Sbp
 from shardwright.sharding.box import Box, Piece
 
@@ -37,7 +37,7 @@ def boxes(shape: tuple[int, ...], layout: GlobalLayout) -> dict[int, Box]:
     return {rank: _box_at(shape, layout, coord) for rank, coord in layout.placement.coords}
 
 
-def _box_at(shape: tuple[int, ...], layout: GlobalLayout, coord: Coord) -> Box:
+def _box_at(shape: tuple[int, ...], layout: GlobalLayout, coord: HierarchyIndex) -> Box:
     start, stop = [0] * len(shape), list(shape)
     # axes that cut the same dim cut it one after the other, the slowest axis first, as DTensor does
     for one, parts, part in zip(layout.sbp, layout.placement.shape, coord, strict=True):

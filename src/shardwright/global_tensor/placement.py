@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.comm.current_world import here
 from shardwright.errors import LayoutError
 
-Coord = tuple[int, ...]
+HierarchyIndex = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class Placement:
         return len(self.ranks)
 
     @cached_property
-    def coords(self) -> tuple[tuple[int, Coord], ...]:
+    def coords(self) -> tuple[tuple[int, HierarchyIndex], ...]:
         """The pairs (rank, coordinate) of all ranks, in the order of the grid."""
         return tuple(zip(self.ranks, product(*map(range, self.shape)), strict=True))
 
     @cached_property
-    def _coord_of(self) -> dict[int, Coord]:
+    def _coord_of(self) -> dict[int, HierarchyIndex]:
         return dict(self.coords)
 
-    def coord(self, rank: int) -> Coord | None:
+    def coord(self, rank: int) -> HierarchyIndex | None:
         """Returns the coordinate of ``rank`` in the grid, or None if the placement does not contain the rank."""
         return self._coord_of.get(rank)
 

@@ -25,7 +25,7 @@ from shardwright.comm.autograd import once
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Forward, Rung, wrap
-from shardwright.sharding.tensor_part import tag, tagged
+from shardwright.sharding.tensor_shard import tag, tagged
 
 
 def _broadcast(values_C: Tensor, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwright.comm.autograd import cut_to_whole, partial_to_whole, sum_gradient
 from shardwright.comm.axis import Axis
-from shardwright.operators.norms import Split
+from shardwright.operators.norms import FeatureSplit
 from shardwright.sharding.box import Range
 
 
@@ -32,7 +32,7 @@ class CutConvolution:
     shares: tuple[Axis, ...] = ()
     held: Range | None = None
     sums: tuple[Axis, ...] = ()
-    joins: tuple[Split, ...] = ()
+    joins: tuple[FeatureSplit, ...] = ()
 
     def __call__(self, convolve: Callable[..., Tensor], x_BCS: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Runs ``convolve(x, weight, bias)``; returns all output channels, or this rank's if nothing sums or joins.

@@ -39,7 +39,7 @@ from shardwright.sharding.box import Range
 
 
 @dataclass
-class _Parts:
+class _HaloPieces:
     """The input rows that one rank's outputs read: its own, received ones, and constant rows beyond the picture."""
 
     dim: int
@@ -94,7 +94,7 @@ class _Halo(Function):
     """The halo exchange: the forward sends rows to the members that read them, the backward returns their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, reading: HaloRows, into: _Parts) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, reading: HaloRows, into: _HaloPieces) -> Tensor:
         ctx.axis, ctx.dim, ctx.reading, ctx.before = axis, into.dim, reading, into.before
         me, dim, x = axis.index, into.dim, x.detach()
         sent = {to: _slices(x, dim, reading.held[me], reading.given(me, to)) for to in _others(axis)}
@@ -181,7 +181,7 @@ def _compute(
         before = resize.reach
     elif resize.border == "constant":
         before, after = min(max(0, -first), stop - first), min(max(0, stop - size), stop - first)
-    parts = _Parts(dim, before, after, fill)
+    parts = _HaloPieces(dim, before, after, fill)
     whole = cast(Tensor, _Halo.apply(x, axis, reading, parts))
     with parts.saved_for(whole):
         y = apply(whole)
@@ -206,10 +206,10 @@ def _check_rows(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> None:
         )
 
 
-Sizes = int | Sequence[int]
+WindowSizes = int | Sequence[int]
 
 
-def _each(value: Sizes, num_dims: int) -> list[int]:
+def _each(value: WindowSizes, num_dims: int) -> list[int]:
     return [value] * num_dims if isinstance(value, int) else list(value)
 
 
@@ -221,11 +221,11 @@ def halo_convolution(
     sizes: Sequence[int],
     *,
     dim: int = 2,
-    stride: Sizes = 1,
-    padding: Sizes = 0,
-    padding_after: Sizes | None = None,
+    stride: WindowSizes = 1,
+    padding: WindowSizes = 0,
+    padding_after: WindowSizes | None = None,
     padding_mode: str = "zeros",
-    dilation: Sizes = 1,
+    dilation: WindowSizes = 1,
     groups: int = 1,
 ) -> Tensor:
     """Computes a convolution of a picture with sharded rows, by halo exchange; each rank computes some output rows.
@@ -281,10 +281,10 @@ def halo_transposed_convolution(
     sizes: Sequence[int],
     *,
     dim: int = 2,
-    stride: Sizes = 1,
-    padding: Sizes = 0,
-    output_padding: Sizes = 0,
-    dilation: Sizes = 1,
+    stride: WindowSizes = 1,
+    padding: WindowSizes = 0,
+    output_padding: WindowSizes = 0,
+    dilation: WindowSizes = 1,
     groups: int = 1,
 ) -> Tensor:
     """Computes a transposed convolution of a picture with sharded rows; each rank computes some output rows.

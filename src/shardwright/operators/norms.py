@@ -18,11 +18,11 @@ from torch.autograd import Function
 from shardwright.comm.autograd import once
 from shardwright.comm.axis import Axis
 
-Split = tuple[Axis, tuple[int, ...]]
+FeatureSplit = tuple[Axis, tuple[int, ...]]
 """An axis that shards the features, and the number of features of each of its members."""
 
 
-def _statistics(x_Nf: Tensor, splits: Sequence[Split]) -> tuple[Tensor, Tensor]:
+def _statistics(x_Nf: Tensor, splits: Sequence[FeatureSplit]) -> tuple[Tensor, Tensor]:
     """Returns each token's mean over all features, and its sum of squared differences from that mean."""
     mean_N = x_Nf.mean(dim=1)
     mean_N = mean_N + (x_Nf - mean_N.unsqueeze(1)).mean(dim=1)  # adds the digits that a large mean has lost
@@ -50,7 +50,7 @@ class _CutNorm(Function):
         b_f: Tensor | None,
         eps: float,
         size: int,
-        splits: tuple[Split, ...],
+        splits: tuple[FeatureSplit, ...],
         centered: bool,
     ) -> Tensor:
         x_Nf = x.reshape(-1, x.shape[-1]).to(torch.promote_types(x.dtype, torch.float32))
@@ -94,7 +94,7 @@ class _CutNorm(Function):
 
 
 def cut_layer_norm(
-    x_f: Tensor, w_f: Tensor | None, b_f: Tensor | None, *, eps: float, size: int, splits: Sequence[Split]
+    x_f: Tensor, w_f: Tensor | None, b_f: Tensor | None, *, eps: float, size: int, splits: Sequence[FeatureSplit]
 ) -> Tensor:
     """Computes LayerNorm over ``size`` features sharded over ranks, which all-gather each token's statistics.
 
@@ -118,7 +118,9 @@ def cut_layer_norm(
     return cast(Tensor, _CutNorm.apply(x_f, w_f, b_f, eps, size, tuple(splits), True))
 
 
-def cut_rms_norm(x_f: Tensor, w_f: Tensor | None, *, eps: float | None, size: int, splits: Sequence[Split]) -> Tensor:
+def cut_rms_norm(
+    x_f: Tensor, w_f: Tensor | None, *, eps: float | None, size: int, splits: Sequence[FeatureSplit]
+) -> Tensor:
     """Computes RMSNorm over ``size`` features sharded over ranks, which all-reduce each token's sum of squares.
 
     ``splits`` are the axes that shard the features, each with the number of features of every member. An ``eps`` of
@@ -132,7 +134,7 @@ def cut_rms_norm(x_f: Tensor, w_f: Tensor | None, *, eps: float | None, size: in
     return cast(Tensor, _CutNorm.apply(x_f, w_f, None, eps, size, tuple(splits), False))
 
 
-def cut_norm(module: nn.Module, size: int, splits: Sequence[Split], input: Tensor) -> Tensor:
+def cut_norm(module: nn.Module, size: int, splits: Sequence[FeatureSplit], input: Tensor) -> Tensor:
     """Runs an ``nn.LayerNorm`` or ``nn.RMSNorm`` whose ``size`` features are sharded; ``input`` is this rank's shard.
 
     Returns the normalized shard. ``splits`` are the axes that shard the features, each with the number of features of

@@ -26,11 +26,11 @@ from torch.nn import functional
 
 from shardwright.comm.autograd import once
 
-Ranges = Sequence[tuple[int, int]]
+RangesOfRank = Sequence[tuple[int, int]]
 
 
 def partly_shared_product(
-    x_Tk: Tensor, weight: Tensor, bias_h: Tensor | None, shared: Ranges, *, is_first: bool, transposed: bool
+    x_Tk: Tensor, weight: Tensor, bias_h: Tensor | None, shared: RangesOfRank, *, is_first: bool, transposed: bool
 ) -> Tensor:
     """Returns ``x_Tk`` times a weight, with the output features in ``shared`` left out of the gradient of ``x_Tk``.
 
@@ -58,7 +58,13 @@ def partly_shared_product(
 class _SharedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_Tk: Tensor, weight: Tensor, bias_h: Tensor | None, shared: Ranges, is_first: bool, transposed: bool
+        ctx: Any,
+        x_Tk: Tensor,
+        weight: Tensor,
+        bias_h: Tensor | None,
+        shared: RangesOfRank,
+        is_first: bool,
+        transposed: bool,
     ) -> Tensor:
         ctx.save_for_backward(x_Tk, weight)
         ctx.left_out, ctx.transposed = () if is_first else tuple(shared), transposed

@@ -163,7 +163,7 @@ def _check_plain(model: nn.Module) -> None:
             )
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise PlanError(
-                f"{what} is TorchScript, which has no Python code to run on parts of its tensors",
+                f"{what} is TorchScript, which has no Python code to run on shards of its tensors",
                 given=kind,
                 allowed="the nn.Module from which it was made",
                 fix="leave out torch.jit.script or torch.jit.trace",
@@ -320,7 +320,7 @@ def torch_errors_explained(plan: Plan) -> Iterator[None]:
 
 
 @contextmanager
-def explained_on_parts(layout: Layout, targets: Any, *, meets: bool) -> Iterator[None]:
+def explained_on_shards(layout: Layout, targets: Any, *, meets: bool) -> Iterator[None]:
     """Returns a context in which errors of a loss that a part of a batch may have brought about are PlanErrors.
 
     These are indices out of bounds where ``targets`` are the places of samples in the whole batch, as those of a
@@ -404,11 +404,11 @@ def check_dtypes(parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, to
         )
 
 
-Held = tuple[Mapping[str, Any], str, Any]
+HeldObject = tuple[Mapping[str, Any], str, Any]
 """A submodule or parameter that a module had when the model was laid out: the module's dict, its key, its value."""
 
 
-def structure_of(model: nn.Module) -> tuple[Held, ...]:
+def structure_of(model: nn.Module) -> tuple[HeldObject, ...]:
     """Returns what each module of a model has now, for :func:`check_structure`."""
     return tuple(
         (held, name, value)
@@ -422,7 +422,7 @@ def _held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._modules, module._parameters
 
 
-def check_structure(structure: Iterable[Held]) -> None:
+def check_structure(structure: Iterable[HeldObject]) -> None:
     """Raises PlanError if a submodule or parameter was replaced or removed since the model was laid out.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))

@@ -28,7 +28,7 @@ from shardwright.tensor_bytes import bytes_of
 Names = str | Mapping[str, str | None] | Callable[[str], str | None] | None
 """How the names of a plain model are turned into those of a file; :func:`renamed` says how each kind is read."""
 
-Table = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+StateTable = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """The dtype and the shape of each tensor, by name."""
 
 
@@ -40,7 +40,7 @@ class WeightStore(Protocol):
     """Whole tensors by name, of which boxes can be read."""
 
     @property
-    def tensors(self) -> Table:
+    def tensors(self) -> StateTable:
         """The dtype and the shape of every tensor that can be read, by its name in the store."""
         ...
 
@@ -90,7 +90,7 @@ class WholeWeights:
                     fix="give tensor.full_tensor() of a DTensor, and leave out what is no tensor",
                 )
         self._given: Mapping[str, Tensor] = dict(given)
-        self.tensors: Table = {name: (value.dtype, tuple(value.shape)) for name, value in given.items()}
+        self.tensors: StateTable = {name: (value.dtype, tuple(value.shape)) for name, value in given.items()}
 
     def begin(self, name: str) -> None:
         """Does nothing: the tensors are there."""
@@ -119,7 +119,9 @@ class ReceivedWeights:
     def __init__(self, everyone: Axis, own: WholeWeights | None, sender: int) -> None:
         tables = {name: [str(d).removeprefix("torch."), s] for name, (d, s) in own.tensors.items()} if own else {}
         table = gather_json(everyone, tables)[sender]
-        self.tensors: Table = {name: (getattr(torch, dtype), tuple(shape)) for name, (dtype, shape) in table.items()}
+        self.tensors: StateTable = {
+            name: (getattr(torch, dtype), tuple(shape)) for name, (dtype, shape) in table.items()
+        }
         self._everyone, self._own, self._sender = everyone, own, sender
         self._now = ("", torch.empty(0))
 

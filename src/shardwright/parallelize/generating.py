@@ -240,11 +240,11 @@ def _calls(model: nn.Module, predict: Predict | None, guarded: bool) -> Iterator
         leave()
 
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _is_passed_on(
-    model: nn.Module, paths: Mapping[nn.Module, str], inner: nn.Module, given: Call, wanted: Call
+    model: nn.Module, paths: Mapping[nn.Module, str], inner: nn.Module, given: CallArguments, wanted: CallArguments
 ) -> bool:
     """Returns whether the model, called with ``given``, calls ``inner`` once, with ``wanted``, and returns its output.
 
@@ -279,7 +279,7 @@ def _is_passed_on(
     return _are_same(passed, expected) and inside == before
 
 
-def _surroundings(given: Call) -> tuple[object, ...]:
+def _surroundings(given: CallArguments) -> tuple[object, ...]:
     """Returns what else decides what a call computes: the modes that it runs under, and the versions of its tensors."""
     tensors = tensors_of(given)
     types = sorted({"cpu", *(tensor.device.type for tensor in tensors)})

@@ -21,9 +21,9 @@ from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.traffic import summed_axes
 from shardwright.runtime.gradient_sync import GradientSync
+from shardwright.sharding.box import width
 from shardwright.strategies import choose
 from shardwright.strategies.tensor_parallel.apply import apply
-from shardwright.strategies.tensor_parallel.features import width
 from shardwright.strategies.tensor_parallel.linear import LinearNote
 from shardwright.strategies.tensor_parallel.mode import SEQ, Mode
 from shardwright.strategies.tensor_parallel.place import place_alone, sent

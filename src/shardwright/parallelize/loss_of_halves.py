@@ -24,7 +24,7 @@ from shardwright.analysis.sample_mixing import has_list
 from shardwright.dispatch_mode import DispatchMode, is_collective
 from shardwright.models.losses import sum_and_count
 from shardwright.parallelize.repeated_calls import may_be_repeated
-from shardwright.sharding.tensor_part import tagged
+from shardwright.sharding.tensor_shard import tagged
 
 _MOST_ELEMENTS = 2**24
 """The most elements of outputs and targets that are compared: the first samples that fit, but at least two."""

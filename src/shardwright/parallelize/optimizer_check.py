@@ -16,7 +16,7 @@ from shardwright.axes import mesh_axes
 from shardwright.errors import PlanError
 from shardwright.plan.plan import Plan
 
-Split = Callable[[Tensor], Sequence[Tensor]]
+SplitTensor = Callable[[Tensor], Sequence[Tensor]]
 
 _EXECUTION = ("capturable", "foreach", "fused")
 """The options that say how torch runs a step, and not what it computes; some need a GPU."""
@@ -143,12 +143,15 @@ def _tried(
     in_turn: bool, whole: bool,
 ) -> bool:  # fmt: skip
     """Returns :func:`is_elementwise`, by trying the optimizer."""
-    trial = _Trial(kind, options, groups, in_turn)
+    trial = _OptimizerTrial(kind, options, groups, in_turn)
     start, _ = _trial()
     rows, columns = start.shape
     ranges = [rows * columns // 3, 1, rows * columns // 2]  # which end inside of rows
     ranges.append(rows * columns - sum(ranges))
-    splits: list[Split] = [lambda t: t.split([2, rows - 2]), lambda t: t.split([columns // 2, columns // 2], dim=1)]
+    splits: list[SplitTensor] = [
+        lambda t: t.split([2, rows - 2]),
+        lambda t: t.split([columns // 2, columns // 2], dim=1),
+    ]
     splits += [lambda t: t.reshape(-1).split(ranges)] if flat else []
     trial.made(lambda tensor: (tensor,))  # outside of the try: options that the class refuses are the caller's error
     try:
@@ -160,7 +163,7 @@ def _tried(
         return False
 
 
-class _Trial(NamedTuple):
+class _OptimizerTrial(NamedTuple):
     """An optimizer to be tried: its class and options, the options of its groups, and whether parts step in turn."""
 
     kind: type[torch.optim.Optimizer]
@@ -168,7 +171,7 @@ class _Trial(NamedTuple):
     groups: Sequence[Mapping[str, Any]]
     in_turn: bool
 
-    def made(self, parts: Split) -> tuple[list[list[nn.Parameter]], torch.optim.Optimizer]:
+    def made(self, parts: SplitTensor) -> tuple[list[list[nn.Parameter]], torch.optim.Optimizer]:
         """Returns each part as parameters, one for each of the groups, and an optimizer over all of them."""
         start, _ = _trial()
         parameters = [[nn.Parameter(part.clone()) for _ in self.groups] for part in parts(start)]
@@ -178,7 +181,7 @@ class _Trial(NamedTuple):
         getattr(optimizer, "train", lambda: None)()  # as those without a schedule need before a step
         return parameters, optimizer
 
-    def stepped(self, parts: Split) -> tuple[Sequence[Sequence[Tensor]], list[float]]:
+    def stepped(self, parts: SplitTensor) -> tuple[Sequence[Sequence[Tensor]], list[float]]:
         """Returns each part after some steps, once for each of the groups, and the numbers in the groups' options."""
         _, gradients = _trial()
         parameters, optimizer = self.made(parts)
@@ -196,7 +199,7 @@ class _Trial(NamedTuple):
         ]
         return [[parameter.detach() for parameter in copies] for copies in parameters], [] if self.in_turn else numbers
 
-    def same(self, parts: Split, result: Sequence[Tensor] | None, numbers: Sequence[float]) -> bool:
+    def same(self, parts: SplitTensor, result: Sequence[Tensor] | None, numbers: Sequence[float]) -> bool:
         """Returns whether an optimizer over all parts, and one over each, step the parts to the same values.
 
         These must be the parts of ``result``, if it is given, and ``numbers`` those in the options of each optimizer.

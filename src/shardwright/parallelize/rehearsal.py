@@ -37,13 +37,13 @@ from shardwright.plan.traffic import BoundaryTensor, Sent, different
 from shardwright.rng import RngTracker
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
 from shardwright.runtime.executor import Microbatch
-from shardwright.sharding.tensor_part import tagged
-from shardwright.strategies.pipeline.cut_model import runs_on_parts
+from shardwright.sharding.tensor_shard import tagged
+from shardwright.strategies.pipeline.cut_model import runs_on_shards
 from shardwright.strategies.pipeline.ghost_stage import GhostStage
 from shardwright.strategies.pipeline.p2p import P2P
 from shardwright.strategies.pipeline.pipeline_stage import framed
 from shardwright.strategies.pipeline.scatter import WholeShapes, may_scatter, whole_shapes
-from shardwright.strategies.tensor_parallel.output_parts import starts_of
+from shardwright.strategies.tensor_parallel.output_shards import starts_of
 from shardwright.strategy import Strategy, apply_in_turn
 
 Crossings = Mapping[str, tuple[BoundaryTensor, ...]]
@@ -106,8 +106,8 @@ def values_crossing(
     assert plan.stages is not None, "the pipeline has placed its stages"
     num_parts = 1 if plan.scatter_axis is None else plan.mesh[plan.scatter_axis]
     if isinstance(plan.stages, EventStages):
-        if runs_on_parts(plan):
-            return _values_on_parts(job, plan, strategies, microbatches, coord, num_parts)
+        if runs_on_shards(plan):
+            return _values_on_shards(job, plan, strategies, microbatches, coord, num_parts)
         return _values_recorded(job, plan.stages, microbatches)
     plain = copied(job.model, {}) if num_parts > 1 else None
     world = fake_world(plan.mesh.rank(coord), plan.mesh.size)
@@ -189,7 +189,7 @@ def _signature(model: nn.Module, inputs: Any) -> tuple[object, ...]:
     return model.training, [p.dtype for p in model.parameters()], given, tree
 
 
-def _values_on_parts(
+def _values_on_shards(
     job: Job, plan: Plan, strategies: Sequence[Strategy], microbatches: Sequence[Any], coord: Coord, num_parts: int
 ) -> tuple[MicrobatchRehearsal, ...]:
     """Runs all chunks of a model on tensor shards, forward and backward; returns the tensors sent between chunks.

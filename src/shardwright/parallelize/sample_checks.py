@@ -14,7 +14,7 @@ from shardwright.analysis.sample_mixing import means_within
 from shardwright.comm.world import World
 from shardwright.models.model_loss import ModelLoss
 from shardwright.plan.plan import Plan
-from shardwright.strategies.pipeline.cut_model import runs_on_parts
+from shardwright.strategies.pipeline.cut_model import runs_on_shards
 
 LOG = logging.getLogger("shardwright")
 
@@ -107,5 +107,5 @@ def _cut_layers(plan: Plan, coord: Mapping[str, int]) -> set[str]:
     """Returns the modules of whose activations ranks hold parts, where tensors do not tell which; "" is the model."""
     if plan.token_axes:
         return {""}
-    layers = () if runs_on_parts(plan) else (*plan.roles, *plan.notes)
+    layers = () if runs_on_shards(plan) else (*plan.roles, *plan.notes)
     return {path for path in layers if path} | {*plan.slices(coord), *plan.row_moves}

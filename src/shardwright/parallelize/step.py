@@ -38,7 +38,7 @@ from shardwright.parallelize.checks import (
     check_structure,
     check_trains,
     code_of,
-    explained_on_parts,
+    explained_on_shards,
     structure_of,
     torch_errors_explained,
 )
@@ -98,7 +98,7 @@ class TrainStep:
         # stages run code that was read when the model was laid out, and would not see another forward
         self._code = code_of(executor.model) if plan.schedule else ()
         several = plan.layout.num_microbatches > 1 and not plan.layout.own_statistics
-        is_replaced = any(each.rung is not Rung.ON_PARTS for each in stack_of(loss).wrappers)
+        is_replaced = any(each.rung is not Rung.ON_SHARDS for each in stack_of(loss).wrappers)
         known = type(loss) in (CrossEntropy, MeanSquaredError, SumLoss) or is_replaced
         self._has_marks = False  # whether all samples share some targets of the first batch
         self._reads_loss = self._is_of_parts = not known and (several or bool(plan.row_axes))
@@ -173,7 +173,7 @@ class TrainStep:
             if not self._meets and not self._has_marks:
                 warn_of_halves(self.loss, output, targets, stacklevel=2)
         if self._is_of_parts:
-            with explained_on_parts(self.plan.layout, targets, meets=self._meets):
+            with explained_on_shards(self.plan.layout, targets, meets=self._meets):
                 return self._watched_loss(output, targets)
         return self._watched_loss(output, targets)
 
@@ -316,7 +316,7 @@ def inputs_in(inputs: Any, plan: Plan) -> Any:
     Raises: PlanError: an input is marked by ``sw.whole`` or ``sw.packed``, and layers would gather it over some axis.
     """
     cuts = plan.row_axes - {*mesh_axes("copies")}
-    if cuts and Rung.ON_PARTS not in plan.wrapped.get("", {}) and marks_in(inputs):
+    if cuts and Rung.ON_SHARDS not in plan.wrapped.get("", {}) and marks_in(inputs):
         raise PlanError(
             "the model was planned without an input that has no samples",
             given=f"a tensor marked by sw.whole or sw.packed, and samples cut over {', '.join(sorted(cuts))}",

@@ -20,7 +20,7 @@ from shardwright.plan.batch_shard import RowMoves, local_range
 from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import ActivationCut, Plan, held_slices
 from shardwright.plan.traffic import group_sums, sum_dtype, sync_axes
-from shardwright.sharding.box import Ranges
+from shardwright.sharding.box import Ranges, width
 from shardwright.sharding.tensor_layout import TensorLayout
 
 
@@ -46,7 +46,7 @@ class TrafficCuts(NamedTuple):
     apart: tuple[str, ...] = ()
 
 
-Table = tuple[tuple[str, ...], Mapping[tuple[int, ...], Hashable]]
+MessageTable = tuple[tuple[str, ...], Mapping[tuple[int, ...], Hashable]]
 """A size for each combination of indices on some axes, which are named first."""
 
 
@@ -117,9 +117,9 @@ class AlikeRanks:
         return {axis: _first_alike(axis, mesh[axis], self._sum_tables) for axis in mesh.axes}
 
     @cached_property
-    def _sum_tables(self) -> tuple[Table, ...]:
+    def _sum_tables(self) -> tuple[MessageTable, ...]:
         """Tables of what each rank sums of gradients that ranks store in parts, for each kind of such param groups."""
-        plan, tables = self._plan, dict[Hashable, Table]()
+        plan, tables = self._plan, dict[Hashable, MessageTable]()
         stages = [axis for axis in plan.mesh.axes if axis in mesh_axes("stages")]
         for group in plan.param_groups:
             over = {name: axes for name in group.parameters if (axes := sync_axes(plan, name))}
@@ -135,7 +135,7 @@ class AlikeRanks:
                 tables[key] = self._sums_of(group._replace(parameters=tuple(gradients)), summed)
         return tuple(tables.values())
 
-    def _sums_of(self, group: ParamGroup, summed: Sequence[str]) -> Table:
+    def _sums_of(self, group: ParamGroup, summed: Sequence[str]) -> MessageTable:
         """Returns the table of what each rank sums of a param group, on one stage or, along ``summed``, on all."""
         plan = self._plan
         layouts = [plan.state[name].gradient for name in group.parameters]
@@ -173,7 +173,7 @@ class AlikeRanks:
             held = sum(layout.num_elements(at) for at in mesh.coords(layout.axes))
             if held != prod(layout.shape):
                 return True
-        return any(each.size != sum(map(_width, each.parts)) for each in self._features)
+        return any(each.size != sum(map(width, each.parts)) for each in self._features)
 
     def _alike_inside(self, coord: Coord) -> dict[str, tuple[int, ...]]:
         """Returns, for each axis that cuts operators, the first index that is like each index."""
@@ -191,20 +191,20 @@ class AlikeRanks:
         return found
 
     @cached_property
-    def _size_tables(self) -> tuple[Table, ...]:
+    def _size_tables(self) -> tuple[MessageTable, ...]:
         mesh = self._plan.mesh
-        tables: list[Table] = []
+        tables: list[MessageTable] = []
         for layout in self._layouts:
             coords = mesh.coords(layout.axes)
             tables.append((layout.axes, {tuple(at.values()): layout.local_shape(at) for at in coords}))
         for each in self._features:
             indices = product(*(range(mesh[axis]) for axis in each.axes))
-            tables.append((each.axes, {at: _width(part) for at, part in zip(indices, each.parts, strict=True)}))
+            tables.append((each.axes, {at: width(part) for at, part in zip(indices, each.parts, strict=True)}))
         for cuts in dict.fromkeys(self._plan.activations.values()):
             tables.append(_activation_table(self._plan, cuts))
         return tuple(tables)
 
-    def _row_tables(self, coord: Coord) -> Iterable[Table]:
+    def _row_tables(self, coord: Coord) -> Iterable[MessageTable]:
         """Yields tables of the rows that each rank of a model copy has of each microbatch, after gathers and cuts."""
         plan, shard = self._plan, self._plan.batch_shard(coord)
         shard.set_num_tokens(self._num_tokens)
@@ -222,20 +222,16 @@ class AlikeRanks:
                 yield self._inside, dict(zip((tuple(at[a] for a in self._inside) for at in ranks), sizes, strict=True))
 
 
-def _activation_table(plan: Plan, cuts: Sequence[ActivationCut]) -> Table:
+def _activation_table(plan: Plan, cuts: Sequence[ActivationCut]) -> MessageTable:
     """Returns the table of how much each rank holds of the cut dims of a module's input."""
     axes = tuple(axis for axis in plan.mesh.axes if any(cut.axis == axis for cut in cuts))
     sizes: dict[tuple[int, ...], Hashable] = {}
     for at in plan.mesh.coords(axes):
-        sizes[tuple(at.values())] = tuple((each.dim, _width(each.ranges)) for each in held_slices(cuts, at))
+        sizes[tuple(at.values())] = tuple((each.dim, width(each.ranges)) for each in held_slices(cuts, at))
     return axes, sizes
 
 
-def _width(ranges: Sequence[tuple[int, int]]) -> int:
-    return sum(b - a for a, b in ranges)
-
-
-def _first_alike(axis: str, size: int, tables: Iterable[Table]) -> tuple[int, ...]:
+def _first_alike(axis: str, size: int, tables: Iterable[MessageTable]) -> tuple[int, ...]:
     """Returns, for each index of an axis, the first one for which all tables have the same sizes."""
     seen: list[list[Hashable]] = [[] for _ in range(size)]
     for axes, sizes in tables:

@@ -79,6 +79,6 @@ def _conflicts(plan: Plan) -> Iterator[tuple[str, str, str]]:
             "stages cut from traced code; here each stage runs the whole code on stand-ins for other stages' values"
         )
         yield "stages of a model whose code cannot be traced", allowed, ""
-    if any(Rung.ON_PARTS in rungs for rungs in plan.wrapped.values()):
-        allowed = "tensor parallelism of layers that it knows; here code runs operator by operator on parts of tensors"
+    if any(Rung.ON_SHARDS in rungs for rungs in plan.wrapped.values()):
+        allowed = "tensor parallelism of layers that it knows; here code runs operator by operator on shards of tensors"
         yield "a model that is cut by its operators", allowed, ""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
+
+from shardwright.analysis.module_log import UseEvent
 
 
 class ParamGroup(NamedTuple):
@@ -112,10 +114,6 @@ def merge_groups(groups: Sequence[ParamGroup], modules: Collection[str]) -> tupl
 
 MOST_HELD = 2
 """The most bytes that groups used again may have together to stay unsharded, in multiples of the largest group's."""
-
-
-UseEvent = tuple[Literal["use", "hold", "release"], str]
-"""An event of a recorded forward, with a parameter's name, or its group's: use, hold (may be used later), release."""
 
 
 def count_gathers(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B", "I", "W"]
+ActionKind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
@@ -15,7 +15,7 @@ class Action(NamedTuple):
     input's gradient and ``W`` for the weights' gradients. Chunks are numbered in forward order over the whole model.
     """
 
-    kind: Kind
+    kind: ActionKind
     microbatch: int
     chunk: int = 0
 

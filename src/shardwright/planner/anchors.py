@@ -51,7 +51,7 @@ measured errors are taken to be at least as large. The rows with anchors there s
 that :func:`error_of` gives them."""
 
 
-Parts = tuple[float, float, float]
+SecondsByCause = tuple[float, float, float]
 """Seconds, or factors, of a step's matrix products, of its other operators, and of its messages."""
 
 
@@ -150,7 +150,7 @@ _PRODUCTS = ("matmul", "attention")
 """The parts of a step that are matrix products."""
 
 
-def _alone(waterfall: Mapping[str, float]) -> Parts:
+def _alone(waterfall: Mapping[str, float]) -> SecondsByCause:
     """Returns the seconds of a step's products, of its other operators and of its messages, without the bubble."""
     axes = layout_axes()
     products = sum(seconds for name, seconds in waterfall.items() if name in _PRODUCTS)
@@ -236,7 +236,7 @@ def scale_of(anchors: Sequence[tuple[Price, float]]) -> TimeScale:
     return factors_of([(parts_of(price.waterfall), measured) for price, measured in anchors])
 
 
-def parts_of(waterfall: Mapping[str, float]) -> Parts:
+def parts_of(waterfall: Mapping[str, float]) -> SecondsByCause:
     """Returns the seconds of a step's products, of its other operators, and of its messages; they add up to the step.
 
     ``waterfall`` has the seconds of each part. Those of the bubble are divided among operators as the others are.
@@ -250,7 +250,7 @@ def parts_of(waterfall: Mapping[str, float]) -> Parts:
     return products + share * bubble, others + (1 - share) * bubble, messages
 
 
-def factors_of(runs: Sequence[tuple[Parts, float]]) -> TimeScale:
+def factors_of(runs: Sequence[tuple[SecondsByCause, float]]) -> TimeScale:
     """Returns the factors from runs as (predicted seconds by part, measured seconds of a step).
 
     Without any run, all are 1. With one, all are its measured seconds divided by its predicted ones. With more, they
@@ -270,7 +270,7 @@ def factors_of(runs: Sequence[tuple[Parts, float]]) -> TimeScale:
     return TimeScale(*factors, error=error_of(runs, factors, fitted))
 
 
-def error_of(runs: Sequence[tuple[Parts, float]], factors: Parts, fitted: float = 1.0) -> float:
+def error_of(runs: Sequence[tuple[SecondsByCause, float]], factors: SecondsByCause, fitted: float = 1.0) -> float:
     """Returns the relative error that nine in ten predictions, corrected by these runs, are taken not to exceed.
 
     It starts from :data:`INTERVAL`. Runs that agree with each other narrow it, from three or four on, and others widen
@@ -288,7 +288,7 @@ def error_of(runs: Sequence[tuple[Parts, float]], factors: Parts, fitted: float 
     return min(MOST_ERROR, INTERVAL * sqrt(variance * (1 + fitted / len(runs))))
 
 
-def _factors(runs: Sequence[tuple[Parts, float]]) -> tuple[Parts, float]:
+def _factors(runs: Sequence[tuple[SecondsByCause, float]]) -> tuple[SecondsByCause, float]:
     """Returns the factors, and how many of them the runs have determined."""
     common = sum(measured / sum(parts) for parts, measured in runs) / len(runs)
     if len(runs) == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-Span = tuple[int, int, int]
+RepeatedSpan = tuple[int, int, int]
 """Three numbers of blocks: in the rehearsal with fewer, in the one with more, and in the stage itself."""
 
 
@@ -22,7 +22,7 @@ def extended(at: int, fewer: Sequence[float], more: Sequence[float], low: int, h
     return tuple([a + (b - a) * beyond / apart for a, b in zip(fewer, more, strict=True)])
 
 
-def at_blocks(span: Span, rehearsed: Sequence[Sequence[float]]) -> tuple[float, ...]:
+def at_blocks(span: RepeatedSpan, rehearsed: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Returns numbers, such as seconds or bytes, for all blocks of a stage, extrapolated from those for fewer blocks.
 
     ``rehearsed`` has the numbers of two steps on the meta device, with fewer and with more blocks, or of a single one,

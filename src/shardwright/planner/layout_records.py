@@ -17,15 +17,15 @@ import numpy.typing as npt
 from shardwright.cost.operators import OperatorRecord
 from shardwright.layout import Layout
 from shardwright.plan.schedule import Schedule
-from shardwright.planner.extended import Span
+from shardwright.planner.extended import RepeatedSpan
 from shardwright.planner.moments import front_of
 from shardwright.planner.places import ActionClass, ActionOrder, action_orders, like
-from shardwright.planner.rehearse import MessageRecord, Record
+from shardwright.planner.rehearse import MessageRecord, StepRecord
 
 UNSTATED = ("core", "loss")
 """Names of senders that are no strategies, such as the sum of the loss: their few bytes are in no ``traffic``."""
 
-Held = tuple[int, ...]
+HeldBytes = tuple[int, ...]
 """Bytes by kind of memory, in the order of :data:`shardwright.ledger.tracking.KINDS`."""
 
 
@@ -37,12 +37,12 @@ class ActionShape:
     allocates memory, and at the end of the action. What prices read of both is computed once.
     """
 
-    records: tuple[Record, ...]
-    moments: tuple[Held, ...]
+    records: tuple[StepRecord, ...]
+    moments: tuple[HeldBytes, ...]
     _fronts: dict[ActionShape, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     @property
-    def net(self) -> Held:
+    def net(self) -> HeldBytes:
         """The change in bytes held from before the action to its end, by kind of memory; () if nothing is known."""
         return self.moments[-1] if self.moments else ()
 
@@ -88,7 +88,7 @@ class StageRecord(NamedTuple):
 
     num_blocks: tuple[int, ...]
     num_microbatches: int
-    base: Held
+    base: HeldBytes
     actions: Mapping[ActionClass, ActionShape]
     update: ActionShape
     beside: Mapping[str, int]
@@ -113,7 +113,7 @@ class StageRecords(NamedTuple):
         """The rehearsals that were made: both, or ``fewer`` alone if it has all blocks of the stage."""
         return (self.fewer,) if self.more is None else (self.fewer, self.more)
 
-    def span(self, blocks: Sequence[int], slot: int | None = None) -> Span:
+    def span(self, blocks: Sequence[int], slot: int | None = None) -> RepeatedSpan:
         """Returns the numbers of blocks of the two rehearsals, and those of a stage whose chunks have ``blocks``.
 
         They are those of the chunk of number ``slot`` on the stage, or of all its chunks. All are 0 if the stage was
@@ -166,7 +166,7 @@ class ActionRehearsal(NamedTuple):
 
     fewer: ActionShape
     more: ActionShape
-    span: Span
+    span: RepeatedSpan
     is_update: bool
     is_last: bool
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.ledger.tracking import KINDS
-from shardwright.planner.extended import Span, at_blocks
-from shardwright.planner.layout_records import ActionRehearsal, ActionShape, ActionTable, Held, LayoutRecords
+from shardwright.planner.extended import RepeatedSpan, at_blocks
+from shardwright.planner.layout_records import ActionRehearsal, ActionShape, ActionTable, HeldBytes, LayoutRecords
 
 
 class StageMemory(NamedTuple):
@@ -112,7 +112,7 @@ def beside_bytes(records: LayoutRecords, stage: int) -> int:
     return sum(size for name, size in records.stages[stage].fewer.beside.items() if name in ("workspace", "nccl"))
 
 
-def _base(records: LayoutRecords, stage: int) -> Held:
+def _base(records: LayoutRecords, stage: int) -> HeldBytes:
     kind = records.stages[stage]
     rehearsed = [each.base for each in kind.rehearsed]
     base = tuple(map(round, at_blocks(kind.span(records.num_blocks[stage]), rehearsed)))
@@ -120,7 +120,7 @@ def _base(records: LayoutRecords, stage: int) -> Held:
     return (*base[:batch], base[batch] * number // kind.fewer.num_microbatches, *base[batch + 1 :])
 
 
-def _most(action: ActionRehearsal) -> Held:
+def _most(action: ActionRehearsal) -> HeldBytes:
     """Returns the most bytes beyond those before an action, by kind at that moment."""
     fewer, more = action.fewer, action.more
     if fewer is more:
@@ -132,7 +132,7 @@ def _largest(sums: Sequence[float]) -> int:
     return max(range(len(sums)), key=sums.__getitem__)
 
 
-def _moments(fewer: ActionShape, more: ActionShape, span: Span) -> Iterator[tuple[float, ...]]:
+def _moments(fewer: ActionShape, more: ActionShape, span: RepeatedSpan) -> Iterator[tuple[float, ...]]:
     """Yields what an action holds beyond what was held before it, at moments of which one is the peak.
 
     Until the second block ends as much happens with all blocks as with more, but for the first moment, at which

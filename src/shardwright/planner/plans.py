@@ -44,7 +44,7 @@ from shardwright.planner.plan_results import Plans
 from shardwright.planner.price import LEFT, Price, Pricing
 from shardwright.planner.records import few_inputs, first_rows, record_layout
 from shardwright.planner.records_file import RecordsFile
-from shardwright.planner.search import Recorder, host_fits, misfit_s, precision_of, search
+from shardwright.planner.search import LayoutRecorder, host_fits, misfit_s, precision_of, search
 from shardwright.planner.search_constraints import MOST_PRICED, SearchConstraints
 from shardwright.planner.search_result import SearchResult
 from shardwright.planner.short import ShortModel
@@ -147,7 +147,7 @@ def plan_layouts(
 class _ModelRecords:
     """The records of a model's layouts: each is rehearsed, or read from the folder ``keep_in`` if it is there.
 
-    Calling it, as a :data:`~shardwright.planner.search.Recorder`, records a layout for so many samples.
+    Calling it, as a :data:`~shardwright.planner.search.LayoutRecorder`, records a layout for so many samples.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ def _rank(price: Price, limit: float, cluster: Cluster) -> tuple[bool, float]:
     return not fits, price.step_s if fits else misfit_s(price, limit)
 
 
-def _priced_anchor(line: str, measured_s: float, pricing: Pricing, batch: int, record: Recorder) -> Price:
+def _priced_anchor(line: str, measured_s: float, pricing: Pricing, batch: int, record: LayoutRecorder) -> Price:
     """Returns the price of a layout that has run.
 
     Raises: LayoutError: it cannot be on this cluster with this batch. PlanError: its step takes fewer seconds than the

@@ -30,7 +30,7 @@ from shardwright.parallelize.planning import job_for, make_plan, num_rows
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Schedule, accumulate
 from shardwright.planner.blocks import AlikeBlocks
-from shardwright.planner.layout_records import ActionShape, Held, LayoutRecords, StageRecord, StageRecords
+from shardwright.planner.layout_records import ActionShape, HeldBytes, LayoutRecords, StageRecord, StageRecords
 from shardwright.planner.outline import (
     Chunks,
     ModelPlans,
@@ -49,7 +49,7 @@ from shardwright.planner.places import (
     sample_chunks,
     stage_of,
 )
-from shardwright.planner.rehearse import P2P, ActionRecord, MessageRecord, RankRecord, Record, WaitRecord, rehearse
+from shardwright.planner.rehearse import P2P, ActionRecord, MessageRecord, RankRecord, StepRecord, WaitRecord, rehearse
 
 FEW_STAGES, FEW_MICROBATCHES = 3, 3
 """The numbers of stages, and of microbatches on a single stage, that are rehearsed: the first, one between, the last.
@@ -250,7 +250,7 @@ def _leaves_messages(planned: _JobLayout) -> bool:
     return any(_under_way(each) for each in records)
 
 
-def _under_way(records: Sequence[Record]) -> bool:
+def _under_way(records: Sequence[StepRecord]) -> bool:
     awaited = {each.began for each in records if isinstance(each, WaitRecord)}
     began = {i for i, each in enumerate(records) if isinstance(each, MessageRecord) and each.kind not in P2P}
     return bool(began - awaited)
@@ -416,6 +416,6 @@ def _stage_record(record: RankRecord, schedule: Schedule, stage: int, num_blocks
     return StageRecord(num_blocks, schedule.num_microbatches, base, actions, update, record.beside, offloaded)
 
 
-def _action_shape(done: ActionRecord, before: Held) -> ActionShape:
+def _action_shape(done: ActionRecord, before: HeldBytes) -> ActionShape:
     moments = tuple(tuple(a - b for a, b in zip(each, before, strict=True)) for each in done.moments)
     return ActionShape(tuple(done.records), moments or (tuple(0 for _ in before),))

@@ -52,14 +52,14 @@ class WaitRecord(NamedTuple):
     began: int
 
 
-Record = OperatorRecord | MessageRecord | WaitRecord
+StepRecord = OperatorRecord | MessageRecord | WaitRecord
 
 
 @dataclass
 class ActionRecord:
     """What one action of a schedule does on a rank: operators, messages and waits in program order, and bytes held."""
 
-    records: list[Record] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
     moments: list[tuple[int, ...]] = field(default_factory=list)
     """The bytes of each kind of memory, in the order of :data:`shardwright.ledger.tracking.KINDS`, after each operator
     that allocates memory and at the end of the action."""

@@ -38,12 +38,12 @@ LOG = logging.getLogger("shardwright.planner")
 MOST_REFUSED = 50
 """How many layouts are tried, if the model refuses each, before a search gives up."""
 
-Recorder = Callable[[Layout, int], LayoutRecords]
+LayoutRecorder = Callable[[Layout, int], LayoutRecords]
 """A function that returns the records of a layout on a global batch of a number of samples."""
 
 
 def search(
-    pricing: Pricing, batch: int, record: Recorder, wanted: SearchConstraints, short: ShortModel | None = None
+    pricing: Pricing, batch: int, record: LayoutRecorder, wanted: SearchConstraints, short: ShortModel | None = None
 ) -> SearchResult:
     """Returns the best layouts found for a global batch of ``batch`` samples, on the cluster of ``pricing``.
 
@@ -86,7 +86,9 @@ def search(
 class _Search:
     """The layouts of one search: their estimates, which of them were tried, and the prices found."""
 
-    def __init__(self, estimator: Estimator, record: Recorder, wanted: SearchConstraints, found: SearchResult) -> None:
+    def __init__(
+        self, estimator: Estimator, record: LayoutRecorder, wanted: SearchConstraints, found: SearchResult
+    ) -> None:
         self.estimator, self.record, self.wanted, self.found = estimator, record, wanted, found
         self.estimates = {str(each.layout): each for each in first_estimates(estimator, wanted, found)}
         LOG.info("estimated %s layouts; the best are rehearsed and priced", f"{len(self.estimates):,}")

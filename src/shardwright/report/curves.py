@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from shardwright.formatting import format_bytes, format_count
-from shardwright.report.pictures import Rows
+from shardwright.report.pictures import MetricRows
 from shardwright.report.training_runs import TrainingRun
 
 MOST_POINTS = 500
@@ -47,7 +47,7 @@ class Curve(NamedTuple):
     style: str = "line"
 
 
-def points_of(rows: Rows, key: str) -> list[tuple[int, float]]:
+def points_of(rows: MetricRows, key: str) -> list[tuple[int, float]]:
     """Returns (step, value) of the rows in which ``key`` was measured and is finite."""
     found = ((row["step"], row.get(key)) for row in rows)
     return [(step, float(value)) for step, value in found if value is not None and isfinite(value)]
@@ -119,7 +119,7 @@ class MemoryMap(NamedTuple):
     ranks_in_line: int
 
 
-def memory_rows(rows: Rows) -> tuple[str, list[tuple[int, list[int]]]]:
+def memory_rows(rows: MetricRows) -> tuple[str, list[tuple[int, list[int]]]]:
     """Returns which memory the rows have, "held" or else "peak", and (step, bytes of each rank) of the rows with it."""
     for word, key in (("held", "held_bytes"), ("peak", "memory_bytes")):
         found = [(row["step"], row[key]) for row in rows if row.get(key)]
@@ -128,14 +128,14 @@ def memory_rows(rows: Rows) -> tuple[str, list[tuple[int, list[int]]]]:
     return "peak", []
 
 
-def peaks_of(rows: Rows) -> list[int]:
+def peaks_of(rows: MetricRows) -> list[int]:
     """Returns the peak bytes of each rank in rows of one layout; empty if no row has them all."""
     found = [row["memory_bytes"] for row in rows if row.get("memory_bytes")]
     size = max(map(len, found), default=0)
     return [max(of_rank) for of_rank in zip(*(each for each in found if len(each) == size), strict=True)]
 
 
-def memory_curves(rows: Rows) -> list[Curve]:
+def memory_curves(rows: MetricRows) -> list[Curve]:
     """Returns the memory by step: of up to eight ranks a curve each, else of the most, the median and the least.
 
     A further curve has the highest peak of all ranks so far.
@@ -160,12 +160,12 @@ def memory_curves(rows: Rows) -> list[Curve]:
     return curves
 
 
-def highest_peaks(rows: Rows) -> list[tuple[int, float]]:
+def highest_peaks(rows: MetricRows) -> list[tuple[int, float]]:
     """Returns (step, highest peak bytes of any rank so far) of the rows that have peaks."""
     return [(row["step"], float(max(row["memory_bytes"]))) for row in rows if row.get("memory_bytes")]
 
 
-def memory_map(rows: Rows) -> MemoryMap | None:
+def memory_map(rows: MetricRows) -> MemoryMap | None:
     """Returns the memory by rank and step as shades; None for up to eight ranks, whose curves show it."""
     _, found = memory_rows(rows)
     num_ranks = max((len(each) for _, each in found), default=0)
@@ -222,12 +222,12 @@ def resumed_words(run: TrainingRun) -> str:
     return f" Resumed {' and '.join([', '.join(few[:-1]), few[-1]] if few[1:] else few)}."
 
 
-def throughput_unit(rows: Rows) -> str:
+def throughput_unit(rows: MetricRows) -> str:
     """Returns what a run's throughput counts: "tokens", or "samples" if its targets are not one for each token."""
     return "tokens" if points_of(rows, "tokens_per_s") or not points_of(rows, "samples_per_s") else "samples"
 
 
-def throughput_of(rows: Rows) -> tuple[str, list[float]]:
+def throughput_of(rows: MetricRows) -> tuple[str, list[float]]:
     """Returns what throughput counts ("tokens" or "samples"), and each step's throughput per second."""
     unit = throughput_unit(rows)
     return unit, [value for _, value in points_of(rows, f"{unit}_per_s")]
@@ -245,7 +245,7 @@ def throughput_seen(run: TrainingRun) -> str:
     return f"Median: {'; '.join(found)}." if found else "Throughput was not measured."
 
 
-def rate_seen(rows: Rows) -> str:
+def rate_seen(rows: MetricRows) -> str:
     """Returns a sentence on the learning rates of a run: from where to where they go, over the highest."""
     rates = points_of(rows, "lr")
     if not rates:
@@ -258,7 +258,7 @@ def rate_seen(rows: Rows) -> str:
     return f"The learning rate {up}, and is {number(last[1])} at step {last[0]:,}."
 
 
-def norm_seen(rows: Rows, clip: float) -> str:
+def norm_seen(rows: MetricRows, clip: float) -> str:
     """Returns sentences on the gradient norms of a run, and on how many steps they were clipped."""
     norms = points_of(rows, "grad_norm")
     if not norms:

@@ -46,6 +46,8 @@ MOST_IN_ALL = 2**20
 """The most ranks of a layout that is described; a larger layout is an error."""
 
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+STATE_NAMES = dict(zip(STATES, ("parameters", "gradients", "optimizer (AdamW)"), strict=True))
+"""The bytes of a rank's state, as a description has them, and how reports name them."""
 """The keys of a rank that add up to its state on the device; offloaded state is counted in ``offloaded_bytes``."""
 
 _ADAMW_MOMENTS = 2

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwright.formatting import format_bytes, format_count
 from shardwright.report.charts import NUM_COLOURS, Bar, bar_list, shared_names
-from shardwright.report.description import STATES, Description, timeline_of
+from shardwright.report.description import STATE_NAMES, STATES, Description, timeline_of
 from shardwright.report.outline import (
     Grid,
     Rank,
@@ -25,7 +25,6 @@ from shardwright.report.outline import (
 from shardwright.report.page import details, html_table
 from shardwright.report.timeline_page import timeline_group
 
-_STATE_NAMES = dict(zip(STATES, ("parameters", "gradients", "optimizer (AdamW)"), strict=True))
 _MOST_GRIDS, _MOST_COLUMNS, _MOST_ROWS = 4, 8, 8
 _MOST_LAYERS = 16
 
@@ -113,7 +112,7 @@ def memory_html(description: Description, peaks: Sequence[int]) -> str:
     groups = rank_groups(description)
     bars = []
     for group in groups:
-        parts = {_STATE_NAMES[state]: group.ranks[0][state] for state in STATES}
+        parts = {STATE_NAMES[state]: group.ranks[0][state] for state in STATES}
         bars.append(Bar(group.name, parts, format_bytes(sum(parts.values()))))
     heads, body = ["ranks", "parameters", "gradients", "optimizer", "state, predicted"], []
     for group in groups:
@@ -127,7 +126,7 @@ def memory_html(description: Description, peaks: Sequence[int]) -> str:
         heads.append("peak, measured")
         note += " The measured peak also counts activations, buffers and all else in the rank's process or device."
     table = html_table(heads, body, numbers_from=1, stacked=True)
-    return f'<p class="note">{escape(note)}</p>\n{bar_list(bars, list(_STATE_NAMES.values()))}\n' + details(
+    return f'<p class="note">{escape(note)}</p>\n{bar_list(bars, list(STATE_NAMES.values()))}\n' + details(
         "As a table", table, is_open=measured and len(groups) <= 8, kind="more"
     )
 

@@ -10,7 +10,7 @@ from shardwright.report.description import STATES, Description
 from shardwright.sharding.words import numbers
 
 Rank: TypeAlias = Mapping[str, Any]
-Layer: TypeAlias = Mapping[str, Any]
+LayerEntry: TypeAlias = Mapping[str, Any]
 
 MANY_RANKS = 16
 """The number of ranks above which ranks that store and send the same are listed as one group."""
@@ -153,7 +153,7 @@ def layer_rows(description: Description) -> list[LayerRow]:
     ('blocks.*.up', 4, 'Linear', 'column', "before 'blocks.*.down'")
     """
     parameters = {parameter["name"]: parameter for parameter in description["parameters"]}
-    groups: dict[object, list[Layer]] = {}
+    groups: dict[object, list[LayerEntry]] = {}
     for layer in description["layers"]:
         shapes = tuple(_shapes(parameters[name]) for name in layer["parameters"])
         names = layer["why"].split("'")  # the parts at odd positions are module names
@@ -166,7 +166,9 @@ def layer_rows(description: Description) -> list[LayerRow]:
     return [_row(members, every, parameters) for members in groups.values()]
 
 
-def _row(members: Sequence[Layer], every: Mapping[str, Sequence[str]], parameters: Mapping[str, Layer]) -> LayerRow:
+def _row(
+    members: Sequence[LayerEntry], every: Mapping[str, Sequence[str]], parameters: Mapping[str, LayerEntry]
+) -> LayerRow:
     first, names = members[0], [layer["module"] for layer in members]
     whys = zip(*(layer["why"].split("'") for layer in members), strict=True)
     return LayerRow(
@@ -200,7 +202,7 @@ def _merged(names: Sequence[str], every: Sequence[str]) -> str:
     return ".".join(parts)
 
 
-def _shapes(parameter: Layer) -> str:
+def _shapes(parameter: LayerEntry) -> str:
     """Returns text on a parameter: name, shape, local shapes if they differ, and its layout at rest if that differs."""
     whole, *local = (
         "x".join(map(str, shape)) or "one number" for shape in (parameter["shape"], *parameter["local_shapes"])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwright.formatting import format_bytes, format_count
-from shardwright.report.description import STATES, Description
+from shardwright.report.description import STATE_NAMES, STATES, Description
 from shardwright.report.drawing import (
     COLOURS,
     DPI,
@@ -38,11 +38,10 @@ if TYPE_CHECKING:  # matplotlib takes a second to import, so the functions that 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Rows = Sequence[Mapping[str, Any]]
+MetricRows = Sequence[Mapping[str, Any]]
 """The lines of ``metrics.jsonl``: one dict of measured values for each training step."""
 
 _STATE_COLOURS = dict(zip(STATES, ("#08519c", "#4a98c9", "#b3d3e8"), strict=True))
-_STATE_NAMES = dict(zip(STATES, ("parameters", "gradients", "optimizer (AdamW)"), strict=True))
 _TOP, _HEAD, _CELL = 0.85, 0.34, 0.66  # inches: the top margin, the names over a grid, a grid row
 _MOST_GRIDS, _MOST_CELLS = 4, 8
 
@@ -158,7 +157,7 @@ def _draw_memory(axes: Axes, groups: Sequence[RankGroup], top: float) -> None:
     axes.text(LEFT, top - 0.25, "State on each rank", fontsize=12, color=INK, weight="bold", va="center")
     right = WIDTH - LEFT
     for state in reversed(STATES):
-        key = axes.text(right, top - 0.25, _STATE_NAMES[state], fontsize=10.5, color=INK, ha="right", va="center")
+        key = axes.text(right, top - 0.25, STATE_NAMES[state], fontsize=10.5, color=INK, ha="right", va="center")
         right -= key.get_window_extent().width / DPI + 0.24
         axes.add_patch(Rectangle((right, top - 0.32), 0.14, 0.14, color=_STATE_COLOURS[state], linewidth=0))
         right -= 0.25
@@ -178,12 +177,12 @@ def _draw_memory(axes: Axes, groups: Sequence[RankGroup], top: float) -> None:
 # ---- a run
 
 
-def draw_loss(rows: Rows, path: Path) -> Path:
+def draw_loss(rows: MetricRows, path: Path) -> Path:
     """Draws the training loss by step, and the evaluation loss if it was measured, as a PNG; returns its path."""
     return draw_losses({"": rows}, path)
 
 
-def draw_losses(runs: Mapping[str, Rows], path: Path) -> Path:
+def draw_losses(runs: Mapping[str, MetricRows], path: Path) -> Path:
     """Draws the loss curves of several runs over each other, as a PNG, and returns its path.
 
     ``runs`` has the metrics of each run by its label. The first curve is the widest, so that equal curves can be seen.
@@ -191,7 +190,7 @@ def draw_losses(runs: Mapping[str, Rows], path: Path) -> Path:
     return save_figure(losses_figure(runs), path)
 
 
-def losses_figure(runs: Mapping[str, Rows]) -> Figure:
+def losses_figure(runs: Mapping[str, MetricRows]) -> Figure:
     """Returns the matplotlib figure that :func:`draw_losses` saves: a line for each run, and its evaluation losses."""
     figure = new_figure(5.2)
     axes = figure.add_axes((0.075, 0.13, 0.89, 0.72))
@@ -228,7 +227,7 @@ def losses_figure(runs: Mapping[str, Rows]) -> Figure:
     return figure
 
 
-def _loss_words(runs: Mapping[str, Rows]) -> str:
+def _loss_words(runs: Mapping[str, MetricRows]) -> str:
     """Returns text on the first and last loss of a single run, or on the largest difference of several runs."""
     found = [dict(_points(rows, "loss")) for rows in runs.values()]
     if len(found) == 1 and found[0]:
@@ -239,7 +238,7 @@ def _loss_words(runs: Mapping[str, Rows]) -> str:
     return f"the runs differ by {max(apart):.1e} at most" if apart else ""
 
 
-def _points(rows: Rows, key: str) -> list[tuple[float, float]]:
+def _points(rows: MetricRows, key: str) -> list[tuple[float, float]]:
     """Returns (step, value) of the rows whose value was measured and is finite."""
     found = ((row["step"], row.get(key)) for row in rows)
     return [(step, value) for step, value in found if value is not None and math.isfinite(value)]

@@ -11,10 +11,10 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from shardwright.formatting import format_bytes, format_duration
-from shardwright.plan.schedule import Kind
+from shardwright.plan.schedule import ActionKind
 from shardwright.runtime.timeline import Span, Timeline
 
-KINDS: dict[Kind, str] = {
+KINDS: dict[ActionKind, str] = {
     "F": "forward",
     "B": "backward",
     "I": "input gradient",
@@ -54,7 +54,7 @@ class TimelineOutline(NamedTuple):
         return len({span.action.microbatch for stage in self.spans for span in stage})
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[ActionKind, ...]:
         """The kinds of action (forward, backward, ...) that occur in the timeline."""
         found = {span.action.kind for stage in self.spans for span in stage}
         return tuple(kind for kind in KINDS if kind in found)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardwright.formatting import format_bytes
-from shardwright.plan.schedule import Kind
+from shardwright.plan.schedule import ActionKind
 from shardwright.report.drawing import COLOURS, DPI, INK, LEFT, MUTED, RULE, WIDTH, mixed, new_figure, save_figure
 from shardwright.report.timeline_outline import (
     KINDS,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # matplotlib takes a second to import, so the functions that 
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
-KIND_COLOURS: dict[Kind, str] = {"F": COLOURS[4], "B": COLOURS[1], "I": COLOURS[3], "W": COLOURS[2]}
+KIND_COLOURS: dict[ActionKind, str] = {"F": COLOURS[4], "B": COLOURS[1], "I": COLOURS[3], "W": COLOURS[2]}
 """The color of each kind of action: of Okabe and Ito, light enough for dark numbers on them."""
 
 _IDLE = "#eef1f4"
@@ -145,7 +145,7 @@ def _draw_rows(axes: Axes, outline: TimelineOutline, sizes: _Sizes) -> None:
         _draw_many(axes, outline, end)
         return
     # one collection for each colour: thousands of single patches would take minutes to draw
-    alike: dict[tuple[Kind, int, int], list[list[tuple[float, float]]]] = {}
+    alike: dict[tuple[ActionKind, int, int], list[list[tuple[float, float]]]] = {}
     for stage, spans in enumerate(outline.spans):
         top, bottom, places = stage + inset, stage + 1 - inset, outline.chunks[stage]
         for (kind, _, chunk), start_s, end_s in spans:
@@ -181,7 +181,7 @@ def _draw_many(axes: Axes, outline: TimelineOutline, end: float) -> None:
     idle = np.array(mixed(_IDLE, 1))
     pixels = np.tile(idle, (num_stages, num_pixels, 1))
     for stage, spans in enumerate(outline.spans):
-        alike: dict[tuple[Kind, int, int], list[tuple[float, float]]] = {}
+        alike: dict[tuple[ActionKind, int, int], list[tuple[float, float]]] = {}
         for (kind, _, chunk), start_s, end_s in spans:
             key = (kind, outline.chunks[stage][chunk], len(outline.chunks[stage]))
             alike.setdefault(key, []).append((start_s, end_s))
@@ -262,7 +262,7 @@ def _draw_legend(figure: Figure, drawn: Sequence[TimelineOutline]) -> None:
         _write(figure, WIDTH - LEFT, 0.9, "lighter: later chunks", 2.0, ha="right", fontsize=10.5, color=MUTED)
 
 
-def shade(kind: Kind, place: int, num_chunks: int) -> tuple[float, ...]:
+def shade(kind: ActionKind, place: int, num_chunks: int) -> tuple[float, ...]:
     """Returns the color of a pipeline action, as (red, green, blue) from 0 to 1: that of its kind of action.
 
     It is lighter for later chunks: ``place`` is that of the action's chunk among the ``num_chunks`` of the stage.

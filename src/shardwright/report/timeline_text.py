@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwright.formatting import format_bytes
-from shardwright.plan.schedule import Action, Kind
+from shardwright.plan.schedule import Action, ActionKind
 from shardwright.report.timeline_outline import (
     KINDS,
     TimelineOutline,
@@ -32,8 +32,8 @@ from shardwright.report.timeline_outline import (
 )
 from shardwright.runtime.timeline import Span, Timeline
 
-_FILLS: dict[Kind, str] = {"F": "-", "B": "=", "I": "~", "W": "."}
-_STYLES: dict[Kind, str] = {
+_FILLS: dict[ActionKind, str] = {"F": "-", "B": "=", "I": "~", "W": "."}
+_STYLES: dict[ActionKind, str] = {
     "F": "black on cyan",
     "B": "black on yellow",
     "I": "black on magenta",

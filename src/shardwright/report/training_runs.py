@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwright.formatting import first_line
 from shardwright.report.description import Description
-from shardwright.report.pictures import Rows
+from shardwright.report.pictures import MetricRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class TrainingPart:
     first_step: int
     last_step: int
     facts: Mapping[str, Any]
-    rows: Rows
+    rows: MetricRows
     description: Description | None = None
     problem: str = ""
 
@@ -63,7 +63,7 @@ class TrainingRun:
 
     name: str
     parts: tuple[TrainingPart, ...]
-    rows: Rows
+    rows: MetricRows
     num_damaged: int = 0
 
     @property
@@ -97,7 +97,7 @@ class TrainingRun:
 def record_run(
     name: str,
     parts: Sequence[Mapping[str, Any]],
-    rows: Rows,
+    rows: MetricRows,
     describe: Callable[[Mapping[str, Any]], Description],
     num_damaged: int = 0,
 ) -> TrainingRun:

@@ -7,7 +7,7 @@ its events in the order in which they fire, and their listeners::
     restart                                  ZeRO, master weights, tensor parallelism: drop what a failed step left
     for each action a of the schedule:       F, B, or a backward in two parts, I (inputs) and W (weights)
         before_action(a)                     the memory ledger, the planner's rehearsals
-        during(a) opens                      ZeRO: unshards the param groups of the chunk; tensor parallelism on parts:
+        during(a) opens                      ZeRO: unshards the param groups of the chunk; tensor parallelism on shards:
                                              whether this is a training step; profiles
           F: forward of one microbatch
           B: backward of one microbatch; W: the weight gradients that its I has deferred
@@ -54,7 +54,7 @@ from shardwright.plan.schedule import Action, Schedule
 from shardwright.rng import RngTracker
 from shardwright.runtime.buffer_writes import BufferWrites
 from shardwright.runtime.timeline import Span
-from shardwright.sharding.tensor_part import tag, tagged
+from shardwright.sharding.tensor_shard import tag, tagged
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,7 +33,7 @@ from shardwright.runtime.keyed_functions import KEYED_RESULTS
 from shardwright.runtime.keyed_numbers import KeyedNumbers, RowNumbers, Tokens
 from shardwright.runtime.selected_rows import RowsForward
 
-Rows = Callable[[], Sequence[int]]
+SamplesOfCall = Callable[[], Sequence[int]]
 
 ForwardDraw = tuple[str, Callable[[torch.device], KeyedNumbers] | None]
 """A draw of a forward: the name of the torch function that drew, and what returns its numbers for a device.
@@ -51,7 +51,12 @@ class _ModuleDraws:
     __slots__ = ("around", "call", "cuts", "keyed", "number", "path", "rows", "tokens")
 
     def __init__(
-        self, keyed: KeyedDraws, path: str, rows: Rows | None, tokens: Tokens | None, cuts: tuple[DimSlice, ...]
+        self,
+        keyed: KeyedDraws,
+        path: str,
+        rows: SamplesOfCall | None,
+        tokens: Tokens | None,
+        cuts: tuple[DimSlice, ...],
     ) -> None:
         self.keyed, self.path, self.rows, self.tokens, self.cuts = keyed, path, rows, tokens, cuts
         self.number = 0
@@ -248,7 +253,7 @@ class KeyedDraws(TorchFunctionMode):
                 "dropout's p to 0",
             )
 
-    def check_calls(self, rows: Mapping[str, Rows]) -> None:
+    def check_calls(self, rows: Mapping[str, SamplesOfCall]) -> None:
         """Raises PlanError if code that loops over samples called a module another number of times than in the record.
 
         It is called after each forward. ``rows`` tell the samples of modules that have others than the microbatch.
@@ -362,7 +367,7 @@ def key_draws(
     rng: RngTracker,
     draws: Draws | None,
     cuts: Mapping[str, tuple[DimSlice, ...]] | None = None,
-    rows: Mapping[str, Rows] | None = None,
+    rows: Mapping[str, SamplesOfCall] | None = None,
     tokens: Mapping[str, Tokens] | None = None,
     *,
     cuts_batch: bool = False,
@@ -442,7 +447,7 @@ def _may_draw(module: nn.Module) -> bool:
 _MULTIHEAD = signature(functional.multi_head_attention_forward)
 
 
-_Place = tuple[Rows | None, Tokens | None, tuple[DimSlice, ...]]
+_Place = tuple[SamplesOfCall | None, Tokens | None, tuple[DimSlice, ...]]
 """What this rank has of a module's input: samples, tokens and slices of other dims, as for :func:`key_draws`."""
 
 
@@ -480,7 +485,7 @@ def _seeded(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], x: Any, 
 
     Raises: PlanError: it draws for a tensor ``x`` of which ranks hold parts.
     """
-    if isinstance(x, Tensor) and rng.part_of(x) is not None:
+    if isinstance(x, Tensor) and rng.shard_of(x) is not None:
         raise PlanError(
             f"'{func.__name__}' draws from a generator with a seed, for a tensor of which each rank holds a part",
             given="a generator that the forward seeds, under tp",

@@ -60,7 +60,7 @@ class KeyedNumbers:
     def _drawn(self, like: Like, draw: Callable[[tuple[int, ...], tuple[DimSlice, ...]], Tensor]) -> Tensor:
         part, shape = None, like
         if isinstance(like, Tensor):
-            part, shape = self.rng.part_of(like), like.shape
+            part, shape = self.rng.shard_of(like), like.shape
         with torch._C.DisableTorchFunction():
             found = draw(tuple(shape), self.cuts if part is None else part[0])
             if part is not None:

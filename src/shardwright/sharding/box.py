@@ -156,23 +156,16 @@ def balanced_ranges(size: int, parts: int) -> Ranges:
     return tuple(((a, b),) if a < b else () for a, b in pairwise(cuts))
 
 
-def fused_ranges(blocks: Sequence[int], parts: int) -> Ranges:
-    """Returns, for each part, its ranges of a dim that is cut section by section, such as a dim of fused Q, K and V.
-
-    Each of the ``parts`` gets a balanced slice of every section. ``blocks`` are the sections' sizes.
-
-    >>> fused_ranges((4, 2), 2)
-    (((0, 2), (4, 5)), ((2, 4), (5, 6)))
-    """
-    return concat(blocks, [balanced_ranges(size, parts) for size in blocks])
+def width(ranges: Sequence[Range]) -> int:
+    """Returns the number of elements in ranges that do not overlap."""
+    return sum(b - a for a, b in ranges)
 
 
 def concat(blocks: Sequence[int], sections: Sequence[Ranges]) -> Ranges:
     """Returns, for each part, its ranges of a dim that joins several sections, from its ranges in each section.
 
-    Use it for sections that are cut differently; :func:`fused_ranges` cuts every section evenly. ``blocks`` are the
-    sections' sizes. The ranges in ``sections`` count from the start of their own section, and those that are returned
-    from the start of the dim.
+    Such a dim is that of fused Q, K and V. ``blocks`` are the sections' sizes. The ranges in ``sections`` count from
+    the start of their own section, and those that are returned from the start of the dim.
 
     >>> concat((4, 1), [balanced_ranges(4, 2), (((0, 1),), ((0, 1),))])  # the last one is held by both parts
     (((0, 2), (4, 5)), ((2, 4), (4, 5)))
@@ -260,10 +253,10 @@ def cells(held: Iterable[tuple[int, Iterable[Box]]]) -> tuple[tuple[Box, frozens
     return tuple(sorted(found, key=lambda cell: cell[0]))
 
 
-_Cell = tuple[Box, frozenset[int]]
+_HeldBox = tuple[Box, frozenset[int]]
 
 
-def _cells(held: Sequence[_Cell], dim: int, num_dims: int) -> Iterator[_Cell]:
+def _cells(held: Sequence[_HeldBox], dim: int, num_dims: int) -> Iterator[_HeldBox]:
     """Sweeps along ``dim``. Between two edges, only the boxes that cross that slab go on to the next dim."""
     if dim == num_dims or len(held) == 1:  # no dim left to sweep, or one box left
         holders = frozenset[int]().union(*(each for _, each in held))
@@ -286,13 +279,13 @@ def _cells(held: Sequence[_Cell], dim: int, num_dims: int) -> Iterator[_Cell]:
                 yield Box((low, *cell.start), (high, *cell.stop)), holders
 
 
-def _joined(found: Sequence[_Cell], dim: int) -> list[_Cell]:
+def _joined(found: Sequence[_HeldBox], dim: int) -> list[_HeldBox]:
     """Returns the cells with neighbors along ``dim`` joined that agree in every other dim and in their holders."""
-    lines: defaultdict[object, list[_Cell]] = defaultdict(list)
+    lines: defaultdict[object, list[_HeldBox]] = defaultdict(list)
     for box, holders in found:
         others = (*box.start[:dim], *box.start[dim + 1 :], *box.stop[:dim], *box.stop[dim + 1 :])
         lines[(holders, others)].append((box, holders))
-    joined: list[_Cell] = []
+    joined: list[_HeldBox] = []
     for line in lines.values():
         line.sort(key=lambda cell: cell[0].start[dim])
         last = len(joined)

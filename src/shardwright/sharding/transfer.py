@@ -68,15 +68,15 @@ class TensorTransfer:
         return {rank: tuple(m) for rank, m in sent.items()}, {rank: tuple(m) for rank, m in received.items()}
 
 
-Held = tuple[int, Piece]
+RankPiece = tuple[int, Piece]
 """A rank, and a piece that it stores."""
 
 
 class _PieceIndex:
     """Finds the pieces that intersect a box by binary search along the dim with the most distinct starts."""
 
-    def __init__(self, held: Sequence[Held]) -> None:
-        by_box: defaultdict[Box, list[Held]] = defaultdict(list)
+    def __init__(self, held: Sequence[RankPiece]) -> None:
+        by_box: defaultdict[Box, list[RankPiece]] = defaultdict(list)
         for rank, piece in held:
             if piece.whole.size:
                 by_box[piece.whole].append((rank, piece))
@@ -90,7 +90,7 @@ class _PieceIndex:
             self.starts = [box.start[dim] for box, _ in self.entries]
             self.ends = list(accumulate((box.stop[dim] for box, _ in self.entries), max))
 
-    def intersecting(self, box: Box) -> Iterator[tuple[Box, list[Held]]]:
+    def intersecting(self, box: Box) -> Iterator[tuple[Box, list[RankPiece]]]:
         """Yields the intersection of ``box`` with each distinct stored box, and the (rank, piece) pairs of that box."""
         # starts are sorted, and ends are running maxima: both searches skip boxes that cannot intersect
         low, high = 0, len(self.entries)
@@ -106,17 +106,17 @@ class _PieceIndex:
 class _Planner:
     """Plans the messages for one term of a sum: chooses the source of each box, balanced by what ranks send so far."""
 
-    def __init__(self, held: Sequence[Held], sent: defaultdict[int, int]) -> None:
-        self._by_rank: defaultdict[int, list[Held]] = defaultdict(list)
+    def __init__(self, held: Sequence[RankPiece], sent: defaultdict[int, int]) -> None:
+        self._by_rank: defaultdict[int, list[RankPiece]] = defaultdict(list)
         for rank, piece in held:
             self._by_rank[rank].append((rank, piece))
         self.all_pieces = _PieceIndex(held)
         self._own: dict[int, _PieceIndex] = {}  # of the ranks that have fetched: a checkpoint has many that do not
         self.sent = sent
 
-    def fetch(self, rank: int, box: Box) -> tuple[list[tuple[Box, Held]], list[Box]]:
+    def fetch(self, rank: int, box: Box) -> tuple[list[tuple[Box, RankPiece]], list[Box]]:
         """Returns disjoint parts of ``box``, each with its source for ``rank``, and the parts that no rank holds."""
-        fetched: list[tuple[Box, Held]] = []
+        fetched: list[tuple[Box, RankPiece]] = []
         missing = [box] if box.size else []
         if rank in self._by_rank:  # elements that the rank already holds are not sent
             if rank not in self._own:
@@ -136,7 +136,7 @@ class _Planner:
                 not_held += left
         return fetched, not_held
 
-    def _fetch_from_others(self, rank: int, box: Box) -> list[tuple[Box, Held]]:
+    def _fetch_from_others(self, rank: int, box: Box) -> list[tuple[Box, RankPiece]]:
         # of equal holders the one that sends least so far, then the nearest: no holder of a copy serves all
         fetched = []
         intersecting = list(self.all_pieces.intersecting(box))
@@ -178,7 +178,7 @@ def plan_transfer(
     >>> [(m.source, m.destination, str(m.box), m.adds) for m in reduce_scatter.messages_to(1)]
     [(0, 1, '[3:6]', False), (1, 1, '[3:6]', True)]
     """
-    of_term: defaultdict[int, list[Held]] = defaultdict(list)
+    of_term: defaultdict[int, list[RankPiece]] = defaultdict(list)
     for rank in sorted(source):
         if source[rank] or rank in (terms or {}):
             of_term[(terms or {}).get(rank, 0)] += [(rank, piece) for piece in source[rank]]
@@ -199,27 +199,6 @@ def plan_transfer(
                     )
                 messages += [BoxMessage(holder, rank, box, held, piece, number > 0) for box, (holder, held) in fetched]
     return TensorTransfer(tuple(messages))
-
-
-def execute_locally(
-    transfer: TensorTransfer, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor]
-) -> None:
-    """Runs a transfer among tensors of one process: reads ``sources`` and writes ``destinations``, both keyed by rank.
-
-    Use it where one process has all local tensors, as in tests. Source and destination tensors must not share memory.
-
-    >>> from shardwright.sharding.tensor_layout import TensorLayout
-    >>> from shardwright.mesh import Mesh
-    >>> whole, slices, mesh = TensorLayout.whole((2, 2)), TensorLayout.whole((2, 2)).flat("dp", 2), Mesh(dp=2)
-    >>> local = {0: torch.zeros(2), 1: torch.zeros(2)}
-    >>> transfer = plan_transfer(whole.by_rank(mesh, [0]), slices.by_rank(mesh))
-    >>> execute_locally(transfer, {0: torch.arange(4.0).view(2, 2)}, local)
-    >>> local
-    {0: tensor([0., 1.]), 1: tensor([2., 3.])}
-    """
-    for message in transfer.messages:
-        values = read(sources[message.source], message.source_piece, message.box)
-        deliver(message, destinations[message.destination], values)
 
 
 def deliver(message: BoxMessage, local: Tensor, values: Tensor) -> None:

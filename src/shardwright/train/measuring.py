@@ -36,8 +36,8 @@ from shardwright.train.config import TrainConfig
 from shardwright.train.data import SampleOrder, global_batch
 from shardwright.train.opening import inputs_of, opened
 
-Seconds = Mapping[str, float]
-NOT_MEASURED: Seconds = MappingProxyType({})
+SecondsByLayer = Mapping[str, float]
+NOT_MEASURED: SecondsByLayer = MappingProxyType({})
 
 WARM_UP = 3
 """The number of steps that are taken before the measured step."""
@@ -86,7 +86,7 @@ def predicted_seconds(config: TrainConfig) -> dict[str, float]:
     return dict(by_price(job, layout, config.cluster).seconds)
 
 
-def measure(config: TrainConfig, ranks: Ranks = "processes", seconds: Seconds = NOT_MEASURED) -> Timeline:
+def measure(config: TrainConfig, ranks: Ranks = "processes", seconds: SecondsByLayer = NOT_MEASURED) -> Timeline:
     """Starts ranks, trains ``WARM_UP`` steps, and returns the measured timeline of the next step on rank 0's pipeline.
 
     The layout is that of ``config``. ``seconds`` are times of layers from :func:`layer_seconds`, by which the model is
@@ -96,7 +96,7 @@ def measure(config: TrainConfig, ranks: Ranks = "processes", seconds: Seconds = 
 
 
 def measure_accounts(
-    config: TrainConfig, ranks: Ranks = "processes", seconds: Seconds = NOT_MEASURED
+    config: TrainConfig, ranks: Ranks = "processes", seconds: SecondsByLayer = NOT_MEASURED
 ) -> list[MemoryAccount]:
     """Starts ranks, trains ``WARM_UP`` steps, and returns the measured memory of each rank over the next one, by rank.
 
@@ -107,17 +107,19 @@ def measure_accounts(
     return list(launch(_account, Layout.parse(config.layout), config, dict(seconds), ranks=ranks))
 
 
-def _timeline(world: World, config: TrainConfig, seconds: Seconds) -> Timeline:
+def _timeline(world: World, config: TrainConfig, seconds: SecondsByLayer) -> Timeline:
     run, _, batch = _warmed_up(world, config, seconds)
     return run.timeline(batch)
 
 
-def _account(world: World, config: TrainConfig, seconds: Seconds) -> MemoryAccount:
+def _account(world: World, config: TrainConfig, seconds: SecondsByLayer) -> MemoryAccount:
     run, optimizer, batch = _warmed_up(world, config, seconds)
     return measure_memory(run, batch, optimizer)
 
 
-def _warmed_up(world: World, config: TrainConfig, seconds: Seconds) -> tuple[Run, torch.optim.Optimizer, Microbatch]:
+def _warmed_up(
+    world: World, config: TrainConfig, seconds: SecondsByLayer
+) -> tuple[Run, torch.optim.Optimizer, Microbatch]:
     """Returns a run after ``WARM_UP`` steps, its optimizer, and this rank's part of the next batch."""
     plain, loss, _, data = opened(config)
     run = parallelize(

@@ -268,10 +268,12 @@ def _compared(
     narrow = compute_dtype(dtype, plan.layout)
     given = (plain, loss, batches, seed, plan, draws)
     device = next((each.device for each in found if each.device != "cpu"), "cpu")
-    if narrow == dtype:
-        measure = partial(own_errors, *given, dtype, expected, device)
-    else:
-        measure = partial(narrow_errors, *given, expected, narrow, NARROW_FLOOR, device)
+
+    def measure(differing: Mapping[tuple[str, str], float]) -> DeviceDifference:
+        if narrow == dtype:
+            return own_errors(*given, dtype, expected, device, differing)
+        return narrow_errors(*given, expected, narrow, NARROW_FLOOR, device)  # of all tensors
+
     return _compare(plan, expected, found, dtype, measure, shares_of(job, plan))
 
 
@@ -430,7 +432,7 @@ def _compare(
     # a launcher that uses torchrun's ranks returns, in each process, that process's outcome only
     every_rank = len(found) == plan.mesh.size
     by_rank = dict(enumerate(found)) if every_rank else {int(os.environ["RANK"]): found[0]}
-    gradients, parameters, buffers, loss_error = _tensor_errors(
+    gradients, parameters, buffers, loss_error = _outcome_errors(
         plan, expected, by_rank, FLOOR if narrow == dtype else NARROW_FLOOR, exact=narrow == torch.float64
     )
     later = parameters | buffers
@@ -472,7 +474,7 @@ def _compare(
     )
 
 
-class _TensorErrors(NamedTuple):
+class _OutcomeErrors(NamedTuple):
     """The relative errors of ranks' results, the largest of all ranks: of tensors by name, and of the loss."""
 
     gradients: dict[str, float]
@@ -481,9 +483,9 @@ class _TensorErrors(NamedTuple):
     loss: float
 
 
-def _tensor_errors(
+def _outcome_errors(
     plan: Plan, expected: TrainingOutcome, by_rank: Mapping[int, TrainingOutcome], floor: float, *, exact: bool
-) -> _TensorErrors:
+) -> _OutcomeErrors:
     """Returns the errors of ranks' outcomes; unless ``exact``, those of the first step's loss and gradients alone."""
     layouts = {name: state.gradient for name, state in plan.state.items()}
     local = {rank: each.gradients for rank, each in by_rank.items()}
@@ -500,7 +502,7 @@ def _tensor_errors(
         for each in by_rank.values()
         for actual, reference in list(zip(each.losses, expected.losses, strict=True))[:num_losses]
     )
-    return _TensorErrors(gradients, parameters, buffers, loss)
+    return _OutcomeErrors(gradients, parameters, buffers, loss)
 
 
 def _allowed(

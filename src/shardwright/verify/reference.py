@@ -71,7 +71,7 @@ _MOST_PAIRS = 10
 """The most pairs that are run where the first ones have shown no rounding of a tensor that differs on the ranks."""
 
 Batch = tuple[Any, Any]
-_Key = tuple[str, str]
+_TensorKey = tuple[str, str]
 """The kind of a tensor ("gradients", or "later" for parameters and buffers after the steps) and its name."""
 
 Named = dict[str, Tensor]
@@ -336,7 +336,8 @@ class DeviceDifference:
 
 def own_errors(
     plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan,
-    draws: Draws | None, dtype: torch.dtype, expected: TrainingOutcome, device: str, differing: Mapping[_Key, float],
+    draws: Draws | None, dtype: torch.dtype, expected: TrainingOutcome, device: str,
+    differing: Mapping[_TensorKey, float],
 ) -> DeviceDifference:  # fmt: skip
     """Returns the relative errors by which runs on one device differ from each other, due to rounding alone.
 
@@ -357,7 +358,7 @@ def own_errors(
     changed = {name: expected.buffers[name] for name in expected.changed}
     small = {key: error for key, error in differing.items() if error <= h}
     pairs: list[tuple[TrainingOutcome, TrainingOutcome]] = []
-    found: list[dict[_Key, float]] = []
+    found: list[dict[_TensorKey, float]] = []
     while len(pairs) < _NUM_PAIRS or (
         len(pairs) < _MOST_PAIRS
         and any(max(each.get(key, 0.0) for each in found) < error for key, error in small.items())
@@ -396,14 +397,14 @@ def own_errors(
 
 def narrow_errors(
     plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan, draws: Draws | None,
-    expected: TrainingOutcome, narrow: torch.dtype, floor: float, device: str, differing: Mapping[_Key, float],
+    expected: TrainingOutcome, narrow: torch.dtype, floor: float, device: str,
 ) -> DeviceDifference:  # fmt: skip
     """Returns the largest relative errors of a step that plain torch computes in ``narrow`` on one device.
 
     It is computed from the initial values, and from values a quarter of a rounding beside them, which round otherwise.
     Where ``device``, that of the ranks, is not the CPU, the step is also taken there, from the initial values.
     ``expected`` is the result of :func:`reference` for the same arguments, and ``floor`` the least divisor of an error
-    as for :func:`scales`. ``differing`` is not read: each run shows the errors of all tensors.
+    as for :func:`scales`.
     """
     quarter = torch.finfo(narrow).eps / 4
     errors, losses = dict[str, float](), []
@@ -468,12 +469,12 @@ def _differences(
     return errors
 
 
-def _by_key(of: Mapping[str, Mapping[str, float]]) -> dict[_Key, float]:
+def _by_key(of: Mapping[str, Mapping[str, float]]) -> dict[_TensorKey, float]:
     """Returns errors that are listed by kind, and for each kind by name, under the pair of both."""
     return {(kind, name): error for kind, errors in of.items() for name, error in errors.items()}
 
 
-def _medians(rounding: float, found: Sequence[Mapping[_Key, float]]) -> dict[_Key, float]:
+def _medians(rounding: float, found: Sequence[Mapping[_TensorKey, float]]) -> dict[_TensorKey, float]:
     """Returns each tensor's median error, or its largest error where that is less than a third of one rounding.
 
     A gradient that comes from one rounded number has no second difference where that number moved up as far in one run

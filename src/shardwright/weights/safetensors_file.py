@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import CheckpointError
-from shardwright.parallelize.filling import Table
+from shardwright.parallelize.filling import StateTable
 from shardwright.sharding.box import Box
 from shardwright.tensor_bytes import bytes_of
 from shardwright.weights.files import OpenFile, broken, parse_json
@@ -56,7 +56,7 @@ class TensorFile:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
             raise broken(path, f"no safetensors file: {failure}".splitlines()[0]) from failure
         self._places = {name: begin for name, (_, _, begin) in found.items()}
-        self.tensors: Table = {name: (dtype, shape) for name, (dtype, shape, _) in found.items()}
+        self.tensors: StateTable = {name: (dtype, shape) for name, (dtype, shape, _) in found.items()}
 
     def begin(self, name: str) -> None:
         """Does nothing: each rank reads for itself."""
@@ -117,7 +117,7 @@ def _size(entry: tuple[torch.dtype, tuple[int, ...], int]) -> int:
     return prod(entry[1]) * entry[0].itemsize
 
 
-def header_of(tensors: Table, metadata: Mapping[str, str]) -> bytes:
+def header_of(tensors: StateTable, metadata: Mapping[str, str]) -> bytes:
     """Returns the start of a safetensors file of these tensors, in this order, up to the first tensor's bytes.
 
     Raises: CheckpointError: safetensors has no such dtype.

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwright.checkpoint.loading import averages_in, read_pieces
 from shardwright.checkpoint.manifest import MANIFEST, check_files, find, read, reading, steps_in
 from shardwright.errors import CheckpointError
-from shardwright.parallelize.filling import Table, WeightStore
+from shardwright.parallelize.filling import StateTable, WeightStore
 from shardwright.sharding.box import Box, Piece
 from shardwright.text_files import folders_near
 from shardwright.weights.files import OpenFile, broken, check_plain_name, read_json
@@ -37,7 +37,7 @@ class JoinedStore:
 
     def __init__(self, places: Mapping[str, WeightStore]) -> None:
         self._places = dict(places)
-        self.tensors: Table = {name: store.tensors[name] for name, store in places.items()}
+        self.tensors: StateTable = {name: store.tensors[name] for name, store in places.items()}
 
     def begin(self, name: str) -> None:
         """Does nothing: each rank reads for itself."""
@@ -68,7 +68,7 @@ class CheckpointStore:
         self.folder = find(path)
         self.manifest = read(self.folder)
         self._checked: set[str] = set()
-        self.tensors: Table = {
+        self.tensors: StateTable = {
             name: (getattr(torch, dtype), shape)
             for name, (dtype, shape, _) in self.manifest.tensors.items()
             if not name.startswith("optimizer/")

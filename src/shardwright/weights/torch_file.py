@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwright.parallelize.filling import Table
+from shardwright.parallelize.filling import StateTable
 from shardwright.sharding.box import Box
 from shardwright.weights.files import OpenFile, broken
 from shardwright.weights.torch_records import TorchRecords, is_plain
@@ -45,7 +45,7 @@ class TorchFile:
             self._given[name] = tensor
         if not self._given:
             raise broken(path, f"a {type(content).__name__} without tensors by name")
-        self.tensors: Table = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._given.items()}
+        self.tensors: StateTable = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._given.items()}
 
     def begin(self, name: str) -> None:
         """Does nothing: each rank reads for itself."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwright.errors import CheckpointError
 from shardwright.formatting import first_line
-from shardwright.parallelize.filling import Table
+from shardwright.parallelize.filling import StateTable
 from shardwright.sharding.box import Box
 from shardwright.weights.files import OpenFile, broken, check_plain_name
 from shardwright.weights.torch_records import TorchRecords, is_plain
@@ -182,7 +182,7 @@ class _StoredRecord:
             self.state = state
 
 
-def _read_metadata(found: Any) -> tuple[dict[str, list[_Chunk]], Table]:
+def _read_metadata(found: Any) -> tuple[dict[str, list[_Chunk]], StateTable]:
     """Returns the chunks, and the dtype and shape, of every tensor. Raises any error if the metadata are damaged."""
     places = {}
     for index, info in found.storage_data.items():

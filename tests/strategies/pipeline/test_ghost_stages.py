@@ -21,7 +21,7 @@ from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.plan.event_stages import EventStages
 from shardwright.report.description import describe
 from shardwright.report.show import show_text
-from shardwright.strategies.pipeline.cut_model import runs_on_parts
+from shardwright.strategies.pipeline.cut_model import runs_on_shards
 from shardwright.strategies.pipeline.event_cut import cut_events
 
 WIDTH = 8
@@ -437,15 +437,15 @@ class Pairs(Layers):
         self.layers = nn.ModuleList(Gated() for _ in range(4))
 
 
-def test_where_the_code_of_stages_is_not_followed_tensor_parallelism_runs_on_parts():
+def test_where_the_code_of_stages_is_not_followed_tensor_parallelism_runs_on_shards():
     model = Pairs().double()
     batch = torch.randn(4, WIDTH, dtype=torch.float64), torch.randint(WIDTH, (4,))
     plans = {}
     for line in ("tp2", "pp2 mb2 tp2"):
         layout = Layout.parse(line)
         plans[line], _ = make_plan(job_for(model, CrossEntropy(), layout, batch[0]), layout)
-    assert not runs_on_parts(plans["tp2"])
-    assert runs_on_parts(plans["pp2 mb2 tp2"])
+    assert not runs_on_shards(plans["tp2"])
+    assert runs_on_shards(plans["pp2 mb2 tp2"])
     assert verify(model, "pp2 mb2 tp2", [batch], loss=CrossEntropy()).equal
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,18 @@ from hypothesis import strategies as st
 from shardwright.errors import LayoutError
 from shardwright.strategies.pipeline.schedule_checks import check_schedule
 from shardwright.strategies.pipeline.schedules import build
-from shardwright.strategies.pipeline.schedules.file import read_schedule, write_schedule
+from shardwright.strategies.pipeline.schedules.file import read_schedule
 from shardwright.strategies.pipeline.simulate import ChunkTimes, simulate
 from strategies.pipeline.by_hand import NAMES, schedules
+
+
+def write_schedule(schedule, path):
+    """Writes a schedule as JSON or CSV; CSV does not keep its name."""
+    rows = [[str(action) for action in actions] for actions in schedule.actions]
+    if path.suffix == ".json":
+        path.write_text(json.dumps({"name": schedule.name, "stages": rows}))
+    else:
+        path.write_text("".join(",".join(row) + "\n" for row in rows))
 
 
 @given(schedules(most_stages=5, most_microbatches=7), st.sampled_from(["mine.csv", "mine.json"]))

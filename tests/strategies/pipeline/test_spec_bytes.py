@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwright.errors import PlanError
-from shardwright.sharding.tensor_part import part_of, tag, tagged
+from shardwright.sharding.tensor_shard import shard_of, tag, tagged
 from shardwright.strategies.pipeline.p2p import _pack_spec, _unpack_spec, fill, spec_of
 from shardwright.strategies.pipeline.spec_bytes import unpack
 
@@ -55,7 +55,7 @@ def test_a_message_that_names_another_class_is_refused_and_nothing_is_imported(m
 
 
 def test_a_part_of_a_tensor_arrives_as_that_part():
-    part = part_of((2, 6), (None, bytes([0, 0, 0, 1, 1, 1])))
+    part = shard_of((2, 6), (None, bytes([0, 0, 0, 1, 1, 1])))
     sent = torch.ones(2, 3)
     tag(sent, part)
     spec, _ = spec_of([sent, torch.ones(2)], "chunk 0")

@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.strategies.tensor_parallel.features import Features, merged, nested, width
+from shardwright.sharding.box import width
+from shardwright.strategies.tensor_parallel.features import Features, merged, nested
 
 NAMES = ("depth", "row", "col")
 axes_of = st.lists(st.integers(1, 4), max_size=3).map(lambda sizes: tuple(zip(NAMES, sizes, strict=False)))

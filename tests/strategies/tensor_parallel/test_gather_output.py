@@ -11,7 +11,7 @@ from shardwright.layout import Layout
 from shardwright.models.losses import MeanSquaredError
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan
 from shardwright.strategies.tensor_parallel.graph_cuts import graph_cuts
-from shardwright.strategies.tensor_parallel.on_parts import share_cut
+from shardwright.strategies.tensor_parallel.on_shards import share_cut
 
 WIDTH, TOKENS = 16, 24
 
@@ -137,6 +137,6 @@ def test_layers_stay_whole_with(why):
         for block in model.blocks:
             block.up, block.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
     found = gathered(model, size=64 if why == "too few" else 2)
-    assert found.parts
+    assert found.shards
     assert not found.gathered
-    assert not [name for name in found.parts if "modulation" in name]
+    assert not [name for name in found.shards if "modulation" in name]

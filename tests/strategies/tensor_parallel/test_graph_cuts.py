@@ -11,10 +11,10 @@ from shardwright import verify
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.recording import Recorded
 from shardwright.models import MeanSquaredError
-from shardwright.sharding.tensor_part import ALL, TensorPart
-from shardwright.strategies.tensor_parallel.call_plans import PartUse, WriteToPartError, plan_call
+from shardwright.sharding.tensor_shard import ALL, TensorShard
+from shardwright.strategies.tensor_parallel.call_plans import ShardUse, WriteToShardError, plan_call
 from shardwright.strategies.tensor_parallel.graph_cuts import _TURNS, graph_cuts
-from shardwright.strategies.tensor_parallel.on_parts import share_cut, work_cut
+from shardwright.strategies.tensor_parallel.on_shards import share_cut, work_cut
 
 
 class Squeezed(nn.Module):
@@ -208,19 +208,19 @@ def test_statistics_of_which_all_ranks_would_hold_a_part_are_not_cut(affine):
 def test_a_batch_norm_does_not_update_statistics_that_would_be_gathered_for_it():
     cut = bytes([0, 0, 1, 1, ALL, ALL])
     x, w, b, mean, var = (torch.empty(shape, device="meta") for shape in [(4, 6), 6, 6, 6, 6])
-    uses = [PartUse(x, None, True), *(PartUse(each, TensorPart((6,), (cut,)), False) for each in (w, b, mean, var))]
+    uses = [ShardUse(x, None, True), *(ShardUse(each, TensorShard((6,), (cut,)), False) for each in (w, b, mean, var))]
     device = torch.device("cpu")
     evaluated = plan_call(functional.batch_norm, (x, mean, var, w, b, False), {}, uses, 0, device)
     assert {change.kind for step in evaluated.steps for change in step.changes} == {"gather"}
-    with pytest.raises(WriteToPartError):
+    with pytest.raises(WriteToShardError):
         plan_call(functional.batch_norm, (x, mean, var, w, b, True), {}, uses, 0, device)
 
 
-def test_channels_last_pictures_are_pooled_to_one_pixel_on_parts():
+def test_channels_last_pictures_are_pooled_to_one_pixel_on_shards():
     x = torch.empty(2, 6, 4, 4, device="meta").to(memory_format=torch.channels_last)
-    part = TensorPart((2, 6, 4, 4), (None, bytes([0, 0, 0, 1, 1, 1]), None, None))
-    pooled = plan_call(functional.adaptive_avg_pool2d, (x, 1), {}, [PartUse(x, part, True)], 0, torch.device("cpu"))
-    found = pooled.parts[pooled.results.number]
+    part = TensorShard((2, 6, 4, 4), (None, bytes([0, 0, 0, 1, 1, 1]), None, None))
+    pooled = plan_call(functional.adaptive_avg_pool2d, (x, 1), {}, [ShardUse(x, part, True)], 0, torch.device("cpu"))
+    found = pooled.shards[pooled.results.number]
     assert found is not None
     assert found.shape == (2, 6, 1, 1)
     assert found.local_shape(0) == (2, 3, 1, 1)
@@ -272,7 +272,7 @@ class OneKeyHead(nn.Module):
 
 def test_heads_are_not_exchanged_for_features_of_a_head_though_one_key_head_stays_whole():
     run = ModelGraph(OneKeyHead().to("meta"), torch.empty(2, 64, 32)).run
-    parts = graph_cuts(OneKeyHead(), run.recording, run.axes, 2).parts
+    parts = graph_cuts(OneKeyHead(), run.recording, run.axes, 2).shards
     assert parts["q.weight"].local_shape(0) == (16, 32)
     assert parts["q.weight"].cuts[0] == bytes([0] * 16 + [1] * 16), "whole heads"
     assert not {"k.weight", "v.weight"} & parts.keys()
@@ -282,4 +282,4 @@ def test_heads_are_not_exchanged_for_features_of_a_head_though_one_key_head_stay
 def test_inner_features_are_not_exchanged_for_those_of_the_output(norm):
     model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 64), norm).to("meta")
     run = ModelGraph(model, torch.empty(2, 4)).run
-    assert {"0.weight", "2.weight"} <= graph_cuts(model, run.recording, run.axes, 2).parts.keys()
+    assert {"0.weight", "2.weight"} <= graph_cuts(model, run.recording, run.axes, 2).shards.keys()

@@ -9,8 +9,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from shardwright.comm.launch import run_on_threads
 from shardwright.mesh import Mesh, balanced
-from shardwright.sharding.tensor_part import held, part_of, tag, tagged
-from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
+from shardwright.sharding.tensor_shard import held, shard_of, tag, tagged
+from shardwright.strategies.tensor_parallel.shards_mode import ShardsMode
 
 STEPS, SAMPLES, FEATURES, UNITS = 4, 3, 5, 7
 
@@ -26,7 +26,7 @@ def put_parts(layer: nn.Module, size: int, rank: int) -> None:
     for name, weight in list(layer.named_parameters()):
         rows = rows_of(size, len(weight) // UNITS)
         part = nn.Parameter(weight.detach()[list(held(rows, rank))].clone())
-        tag(part, part_of(weight.shape, (rows, None)[: weight.dim()]))
+        tag(part, shard_of(weight.shape, (rows, None)[: weight.dim()]))
         setattr(layer, name, part)
 
 
@@ -79,7 +79,7 @@ def test_some_hidden_units_on_each_rank_give_what_torch_gives_and_its_gradients(
         own.load_state_dict(weights)
         put_parts(own, size, axes["tp"].index)
         given = inputs()
-        with PartsMode(axes["tp"]) as mode:
+        with ShardsMode(axes["tp"]) as mode:
             found, total = total_of(own, *given)
         whole = [mode.whole(each) for each in found]
         return whole, gradients_of(total, own, *given), [tagged(each) is not None for each in found]
@@ -103,9 +103,9 @@ def test_weights_that_are_cut_in_another_way_are_gathered():
         own.load_state_dict(layer.state_dict())
         columns = rows_of(2, 1)
         part = nn.Parameter(weight[:, list(held(columns, axes["tp"].index))].clone())
-        tag(part, part_of(weight.shape, (None, columns)))
+        tag(part, shard_of(weight.shape, (None, columns)))
         own.weight_hh_l0 = part
-        with PartsMode(axes["tp"]) as mode:
+        with ShardsMode(axes["tp"]) as mode:
             return own(x)[0], mode.gathered["gru"]
 
     for found, times in run_on_threads(Mesh(tp=2), work):
@@ -118,7 +118,7 @@ def test_nothing_is_put_together_for_cudnn():
 
     def work(axes):
         put_parts(layer, 1, 0)
-        with PartsMode(axes["tp"]):
+        with ShardsMode(axes["tp"]):
             return torch._cudnn_rnn_flatten_weight(layer._flat_weights, 4, FEATURES, 2, UNITS, 0, 1, False, False)
 
     assert run_on_threads(Mesh(tp=1), work) == [None]

@@ -11,8 +11,8 @@ from shardwright import verify
 from shardwright.comm.launch import run_on_threads
 from shardwright.mesh import Mesh
 from shardwright.models.model_loss import MeanLoss
-from shardwright.sharding.tensor_part import part_of, tag
-from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
+from shardwright.sharding.tensor_shard import shard_of, tag
+from shardwright.strategies.tensor_parallel.shards_mode import ShardsMode
 
 SHAPE = 4, 6
 
@@ -46,8 +46,8 @@ def test_a_reduction_of_parts_is_that_of_the_whole(name, dim):
     def work(axes):
         rank = axes["tp"].index
         x = whole.detach().narrow(dim, rank * half, half).clone().requires_grad_()
-        tag(x, part_of(SHAPE, (cut, None) if dim == 0 else (None, cut)))
-        with PartsMode(axes["tp"]):
+        tag(x, shard_of(SHAPE, (cut, None) if dim == 0 else (None, cut)))
+        with ShardsMode(axes["tp"]):
             found = REDUCTIONS[name](x)
         found.backward()
         return found, x.grad

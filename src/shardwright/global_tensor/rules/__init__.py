@@ -42,9 +42,9 @@ from shardwright.global_tensor.sbp import broadcast
 from shardwright.global_tensor.tensor import GlobalTensor, redistributed_local, wrap
 from shardwright.global_tensor.view_tracking import check_fresh, count_writes, is_gathered_view, is_shared, mark_view
 
-Rule = Callable[[OperatorCall], ShardingDecision]
+ShardingRule = Callable[[OperatorCall], ShardingDecision]
 
-RULES: dict[str, Rule] = {}
+RULES: dict[str, ShardingRule] = {}
 for _family in (attention, convolutions, dims, indexing, likes, losses, norms, products, views):
     RULES.update(_family.RULES)
 

@@ -130,7 +130,7 @@ class OperatorCall:
         return tuple(changed)
 
 
-Run = Callable[[OperatorCall, "ShardingDecision", tuple[Any, ...], dict[str, Any]], Any]
+RunOperator = Callable[[OperatorCall, "ShardingDecision", tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass
@@ -144,7 +144,7 @@ class ShardingDecision:
 
     ins: list[tuple[Sbp, ...]]
     outs: list[tuple[Sbp, ...]]
-    run: Run | None = None
+    run: RunOperator | None = None
     communicates: bool = False
     """Whether ``run`` calls collectives, so that every rank must run it, even with an empty slice."""
 
@@ -166,7 +166,7 @@ def to_letter(one: Sbp) -> Letter:
 
 
 def decide(
-    call: OperatorCall, ways: Sequence[Way], run: Run | None = None, *, in_place: bool = False
+    call: OperatorCall, ways: Sequence[Way], run: RunOperator | None = None, *, in_place: bool = False
 ) -> ShardingDecision:
     """Returns how to shard an operator: for each axis, the choice that moves the fewest elements of the inputs.
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from shardwright.global_tensor.boxing import redistribute_local
 from shardwright.global_tensor.geometry import GlobalLayout
 from shardwright.global_tensor.rules import pointwise
-from shardwright.global_tensor.rules.call import OperatorCall, Run, ShardingDecision, Way, decide, sum_dtype
+from shardwright.global_tensor.rules.call import OperatorCall, RunOperator, ShardingDecision, Way, decide, sum_dtype
 from shardwright.global_tensor.sbp import broadcast
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -79,7 +79,7 @@ def _elementwise_backward(call: OperatorCall) -> ShardingDecision:
     return decide(call, ways, _mean_over(shape))
 
 
-def _mean_over(shape: tuple[int, ...]) -> Run:
+def _mean_over(shape: tuple[int, ...]) -> RunOperator:
     """Returns the function that computes a loss with a mean over ``shape``: the local sum by the global count."""
 
     def run(call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

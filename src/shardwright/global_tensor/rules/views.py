@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed.tensor import Shard
 
 from shardwright.global_tensor.geometry import GlobalLayout, boxes
-from shardwright.global_tensor.rules.call import OperatorCall, Run, ShardingDecision, Way, decide, refusal
+from shardwright.global_tensor.rules.call import OperatorCall, RunOperator, ShardingDecision, Way, decide, refusal
 from shardwright.global_tensor.rules.dims import PARTIAL
 from shardwright.global_tensor.sbp import broadcast, split
 
@@ -77,7 +77,7 @@ def _can_view(local: Any, shape: tuple[int, ...]) -> bool:
 # ---- dims renamed
 
 
-def _renamed(call: OperatorCall, new: Callable[[int], int | None], run: Run | None = None) -> ShardingDecision:
+def _renamed(call: OperatorCall, new: Callable[[int], int | None], run: RunOperator | None = None) -> ShardingDecision:
     """Returns the decision of an operator by which dim ``d`` becomes ``new(d)``, None if it cannot stay split."""
     ways: list[Way] = [((dim,), (to,)) for dim in range(len(call.shapes[0])) if (to := new(dim)) is not None]
     ways = [(ins, outs * max(len(call.outputs), 1)) for ins, outs in [*ways, PARTIAL]]

@@ -15,7 +15,7 @@ from shardwright.plan.event_stages import UNEVEN
 Bounds = tuple[int, ...]
 """The call at which each chunk begins, followed by the number of all calls."""
 
-Price = tuple[float, float]
+CutCost = tuple[float, float]
 """How bad a cut is: the smaller first number is better, and between equal ones the smaller second."""
 
 FINER = 0.9
@@ -160,13 +160,13 @@ def evened(cuts: Sequence[Sequence[int]], shares: StageShares, sent: Sequence[in
     if shares.unevenness(bounds[0]) <= UNEVEN:
         return list(cuts[0])
 
-    def even(of: Bounds) -> Price:
+    def even(of: Bounds) -> CutCost:
         found = [max(each) for each in shares.of(of)]
         if round(max(found), 6) <= UNEVEN:
             return 0.0, sum(sent[each] for each in of)
         return 1.0, sum(each**POWER for each in found)
 
-    def work_first(of: Bounds) -> Price:
+    def work_first(of: Bounds) -> CutCost:
         found = shares.of(of)
         return sum(max(work, UNEVEN) ** POWER for work, _ in found), sum(held**POWER for _, held in found)
 
@@ -178,7 +178,7 @@ def evened(cuts: Sequence[Sequence[int]], shares: StageShares, sent: Sequence[in
     return list(found[:-1])
 
 
-def _moved(bounds: Bounds, price: Callable[[Bounds], Price]) -> Bounds:
+def _moved(bounds: Bounds, price: Callable[[Bounds], CutCost]) -> Bounds:
     """Moves boundaries, one or two at a time, while that makes ``price`` smaller, and returns the last bounds."""
     least = price(bounds)
     while True:

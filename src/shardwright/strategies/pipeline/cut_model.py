@@ -50,7 +50,7 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
         _check_writes(job, stages)
         return stages
 
-    if runs_on_parts(plan):
+    if runs_on_shards(plan):
         return by_record()
     found: Stages | None = None
     failure: UnknownCodeError | PlanError | None = None
@@ -98,7 +98,7 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
         raise UnknownCodeError(
             f"the stages of {type(job.model).__name__} would be cut from code that is not followed everywhere",
             given=f"an output that is a dict, or most of the work in one stage, under {plan.layout}",
-            allowed="a record of the forward, with tensor parallelism that runs on parts",
+            allowed="a record of the forward, with tensor parallelism that runs on shards",
             fix="leave out tp",
         )
     return found
@@ -147,9 +147,9 @@ def _most_work(stages: Stages | EventStages) -> float:
     return max(works) / (sum(works) or 1.0)
 
 
-def runs_on_parts(plan: Plan) -> bool:
+def runs_on_shards(plan: Plan) -> bool:
     """Returns whether tensor parallelism runs the model's own forward on tensor shards.
 
     Pipeline chunks are then cut from a record of the forward.
     """
-    return Rung.ON_PARTS in plan.wrapped.get("", {})
+    return Rung.ON_SHARDS in plan.wrapped.get("", {})

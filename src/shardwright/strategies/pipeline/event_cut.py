@@ -35,7 +35,7 @@ from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError, PlanError
 from shardwright.formatting import first_line
 from shardwright.plan.event_stages import UNEVEN, EventStages
-from shardwright.strategies.pipeline.balance import FINER, Price, StageShares, evened
+from shardwright.strategies.pipeline.balance import FINER, CutCost, StageShares, evened
 from shardwright.strategies.pipeline.cut import check_num_names
 from shardwright.strategies.pipeline.event_units import is_layer_of_torch, opened_modules, units_of
 
@@ -447,7 +447,7 @@ def _balanced(
         # memory counts where it is more uneven than work by what show names a stage for
         return work / shares.num_stages, held / shares.num_stages / UNEVEN
 
-    def best(price: Callable[[float, float, int], Price]) -> tuple[Price, list[int]]:
+    def best(price: Callable[[float, float, int], CutCost]) -> tuple[CutCost, list[int]]:
         return _best(len(places) - 1, num_chunks, lambda first, stop: price(*loads(first, stop), first))
 
     def held_within(most_work: float) -> float:
@@ -460,7 +460,7 @@ def _balanced(
         least_held = held_within(most_work)
     most_held = max(least_held * (1 + 1e-9), 1 / num_chunks)
 
-    def sent_bytes(work: float, held: float, first: int) -> Price:
+    def sent_bytes(work: float, held: float, first: int) -> CutCost:
         fits = work <= most_work and held <= most_held
         return (float(sent[first]) if fits else float("inf")), max(work, held)
 
@@ -470,15 +470,15 @@ def _balanced(
     return [places[at] for at in starts]
 
 
-def _best(num: int, num_chunks: int, price: Callable[[int, int], Price]) -> tuple[Price, list[int]]:
+def _best(num: int, num_chunks: int, price: Callable[[int, int], CutCost]) -> tuple[CutCost, list[int]]:
     """Cuts ``num`` items into non-empty runs so that ``price`` is least; returns that price and the starts.
 
     The first numbers of the runs' prices are added up, and of the second numbers the largest counts.
     """
     worst = float("inf"), float("inf")
-    best: list[tuple[Price, list[int]]] = [(price(0, stop) if stop else worst, [0]) for stop in range(num + 1)]
+    best: list[tuple[CutCost, list[int]]] = [(price(0, stop) if stop else worst, [0]) for stop in range(num + 1)]
     for chunk in range(1, num_chunks):
-        row: list[tuple[Price, list[int]]] = [(worst, [])] * (num + 1)
+        row: list[tuple[CutCost, list[int]]] = [(worst, [])] * (num + 1)
         for stop in range(chunk + 1, num + 1):
             options = []
             for at in range(chunk, stop):

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from shardwright.analysis.device_moves import DEVICE
 from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import ParameterIndex, below_functions, calls_replaced, function_name
 from shardwright.analysis.forward_record import (
@@ -38,7 +39,6 @@ from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import cloned, map_tensors, tensors_of
 from shardwright.errors import PlanError
 
-_DEVICE = Tensor.device.__get__
 # torch's type stubs declare these properties, which are written in C, as plain attributes without a getter
 _FACTS = frozenset(
     each.__get__  # type: ignore[union-attr]
@@ -146,7 +146,7 @@ class GhostMode(TorchFunctionMode):
 
         Raises PlanError if it reads a value that another stage computes, or makes or changes a tensor after all.
         """
-        if func == _DEVICE and given[0].is_meta:
+        if func == DEVICE and given[0].is_meta:
             return self._device
         versions = [tensor._version for tensor in given]
         try:

@@ -214,7 +214,7 @@ class GhostStage(PipelineStage[EventStages]):
         return self._sent(spec)
 
     def _sent(self, spec: ValueSpec) -> ValueSpec:
-        return scattered(spec, [leaf.part is None for leaf in spec.tensors], self.p2p.scatter)
+        return scattered(spec, [leaf.shard is None for leaf in spec.tensors], self.p2p.scatter)
 
     def _calls(self, chunked: EventsChunked, chunk: int) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Returns the context that strategies put around a chunk's calls; it yields weights they gather, by name."""

@@ -27,7 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from shardwright.comm.axis import Axis
 from shardwright.comm.pending import Pending, done
 from shardwright.errors import EXAMPLE, PlanError
-from shardwright.sharding.tensor_part import part_of, tag, tagged
+from shardwright.sharding.tensor_shard import shard_of, tag, tagged
 from shardwright.strategies.pipeline.messages import StageMessage
 from shardwright.strategies.pipeline.scatter import may_scatter, part_sizes
 from shardwright.strategies.pipeline.spec_bytes import pack, unpack
@@ -39,15 +39,15 @@ PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, 
 class TensorSpec(NamedTuple):
     """The shape and dtype of a tensor that a p2p message carries, and whether its gradient is sent back.
 
-    ``part`` is set for a shard of a tensor that tensor parallelism cuts: the whole tensor's shape, and the cuts of its
-    dims as a :class:`TensorPart` has them. ``is_scattered`` says that each rank of the scatter axis sends a part of the
-    tensor's elements, in the order of a contiguous tensor, and that these are all-gathered on arrival.
+    ``shard`` is set for a shard of a tensor that tensor parallelism cuts: the whole tensor's shape, and the cuts of
+    its dims as a :class:`TensorShard` has them. ``is_scattered`` says that each rank of the scatter axis sends a part
+    of the tensor's elements, in the order of a contiguous tensor, and that these are all-gathered on arrival.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_gradient: bool
-    part: tuple[tuple[int, ...], tuple[bytes | None, ...]] | None = None
+    shard: tuple[tuple[int, ...], tuple[bytes | None, ...]] | None = None
     is_scattered: bool = False
 
 
@@ -120,8 +120,8 @@ def fill(spec: ValueSpec, tensors: Sequence[Tensor]) -> Any:
     Tensors that the spec describes as shards are marked as such.
     """
     for leaf, tensor in zip(spec.tensors, tensors, strict=True):
-        if leaf.part is not None:
-            tag(tensor, part_of(*leaf.part))
+        if leaf.shard is not None:
+            tag(tensor, shard_of(*leaf.shard))
     given = iter(tensors)
     return tree_unflatten([next(given) if isinstance(leaf, TensorSpec) else leaf for leaf in spec.leaves], spec.spec)
 

@@ -57,7 +57,7 @@ from shardwright.plan.traffic import BoundaryTensor, StepCalls, Traffic, repeate
 from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.mixed_precision import cast_buffers
 from shardwright.sharding.tensor_layout import TensorLayout
-from shardwright.strategies.pipeline.cut_model import cut_model, runs_on_parts
+from shardwright.strategies.pipeline.cut_model import cut_model, runs_on_shards
 from shardwright.strategies.pipeline.ghost_stage import GhostStage
 from shardwright.strategies.pipeline.messages import StageMessage, coming, connected_stages, leaving
 from shardwright.strategies.pipeline.p2p import P2P, ReceiveBuffers
@@ -178,7 +178,7 @@ class Pipeline:
             use._replace(dy={**use.dy, "pp": Partial()}) if use.parameter in shared else use for use in plan.uses
         )
         plan = replace(plan, compute=compute, state=state, buffers=buffers, uses=uses, schedule=schedule, stages=stages)
-        for path, module in job.model.named_modules() if _splits(schedule) and not runs_on_parts(plan) else ():
+        for path, module in job.model.named_modules() if _splits(schedule) and not runs_on_shards(plan) else ():
             if may_split(module) and Rung.OPERATOR not in plan.wrapped.get(path, {}):
                 plan = plan.wraps(path, Rung.SPLIT_BACKWARD, self.name)
         return replace(plan, param_groups=_by_chunk(plan.param_groups, chunks_of), loss_axes=plan.loss_axes | {"pp"})
@@ -192,7 +192,7 @@ class Pipeline:
         schedule, stages = _placed(plan)
         for _, norm in batch_norms(job.model):
             norm.register_forward_hook(_in_one_piece)
-        if _splits(schedule) and job.deferred is not None and not runs_on_parts(plan):
+        if _splits(schedule) and job.deferred is not None and not runs_on_shards(plan):
             split_backward(job.model, job.deferred)
 
         def repeat(path: str, times: int, total: int) -> None:
@@ -330,8 +330,8 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
     by_device = named is None and bool(job.stages)
     if by_device:
         names = job.stages
-    # layers that tensor parallelism treats as one; on parts it treats none so
-    closed = set() if runs_on_parts(plan) else {path for path in (*plan.roles, *plan.notes) if path}
+    # layers that tensor parallelism treats as one; on shards it treats none so
+    closed = set() if runs_on_shards(plan) else {path for path in (*plan.roles, *plan.notes) if path}
     draws = job.graph.draws if job.graph is not None else None
     closed |= draws.selecting if draws is not None else set()  # their own forwards follow the rows that they select
 

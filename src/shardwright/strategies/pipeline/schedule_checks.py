@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from shardwright.errors import LayoutError
-from shardwright.plan.schedule import Action, Kind, Schedule, needs
+from shardwright.plan.schedule import Action, ActionKind, Schedule, needs
 
 # A byte for each chunk and microbatch collects a bit for each kind of action seen; F and B, or F, I and W, complete it.
 _BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
@@ -158,7 +158,7 @@ def _count_actions(schedule: Schedule) -> tuple[bytearray, tuple[int, Action] | 
             own = chunk * num_microbatches + microbatch
             was, bit = seen[own], _BIT[kind]
             if was & bit or was & _EXCLUDES[kind]:
-                other: Kind = "I" if was & 4 else "W" if was & 8 else "B"  # of which B excludes I and W
+                other: ActionKind = "I" if was & 4 else "W" if was & 8 else "B"  # of which B excludes I and W
                 again = "comes twice" if was & bit else f"comes beside {action._replace(kind=other)}"
                 raise LayoutError(
                     f"schedule '{schedule.name}' runs one backward or forward twice",

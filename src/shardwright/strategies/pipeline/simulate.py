@@ -194,10 +194,10 @@ def _check_number(schedule: Schedule, **counts: int | None) -> None:
             )
 
 
-Seconds = npt.NDArray[np.float64]
+SecondsArray = npt.NDArray[np.float64]
 
 
-def _seconds_of(schedule: Schedule, times: ChunkTimes) -> tuple[Seconds, ...]:
+def _seconds_of(schedule: Schedule, times: ChunkTimes) -> tuple[SecondsArray, ...]:
     """Returns the seconds of each action, and those in which what it needs is under way, by :attr:`Rounds.what`."""
     _check_number(schedule, times=times.num_chunks)
     stage_of, inputs, weights = schedule.stage_of, times.input_s, times.weight_s
@@ -209,7 +209,7 @@ def _seconds_of(schedule: Schedule, times: ChunkTimes) -> tuple[Seconds, ...]:
     return tuple(np.array([s for kind in KINDS for s in each[kind]], dtype=np.float64) for each in (lasts, late))
 
 
-def _run(schedule: Schedule, times: Sequence[ChunkTimes]) -> tuple[Rounds, Seconds, Seconds, Seconds]:
+def _run(schedule: Schedule, times: Sequence[ChunkTimes]) -> tuple[Rounds, SecondsArray, SecondsArray, SecondsArray]:
     """Returns a schedule's rounds, and when each action starts, when it ends and how long it takes.
 
     The seconds have a row for each action and a column for each of ``times``.

@@ -37,7 +37,7 @@ from shardwright.analysis.structure import (
 )
 from shardwright.operators.picture_rows import Resize, SlidingWindow, TransposedWindow, Upsampling
 
-Kind = Literal["input", "resize", "batch norm", "group norm", "dropout", "alone", "mean", "ends", "output"]
+MapKind = Literal["input", "resize", "batch norm", "group norm", "dropout", "alone", "mean", "ends", "output"]
 """The kind of a step: how its output rows depend on its input rows.
 
 ``resize`` reads neighbouring rows; norms combine statistics over rows; ``alone`` and ``dropout`` treat each row by
@@ -71,7 +71,7 @@ class MapStep:
     ``GroupNorm``; 0 stands for as many as channels.
     """
 
-    kind: Kind
+    kind: MapKind
     takes: tuple[int, ...] = ()
     path: str = ""
     call: int | None = None
@@ -315,7 +315,7 @@ def _maps_of(model: nn.Module, graph: fx.Graph, parts: int, copied: frozenset[st
             calls[path] += 1
         else:
             joins = node.target in JOINS
-            kind: Kind = "alone" if (_is_join(node) if joins else _is_alone(node)) else "ends"
+            kind: MapKind = "alone" if (_is_join(node) if joins else _is_alone(node)) else "ends"
             name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
             steps.append(MapStep(kind, takes, name, joins=joins))
     return FeatureMaps(tuple(steps), parts, tuple(str(n.target) for n in graph.nodes if n.op == "placeholder"))
@@ -354,7 +354,7 @@ def _is_join(node: fx.Node) -> bool:
 # ---- the kinds of modules
 
 
-def known(module: nn.Module) -> tuple[Kind, Resize | None]:
+def known(module: nn.Module) -> tuple[MapKind, Resize | None]:
     """Returns how a module treats a feature map (:data:`Kind`), and for "resize" which input rows an output row reads.
 
     The second value is None for all other kinds. Modules that need whole maps are of the kind "ends".
@@ -388,7 +388,7 @@ def known(module: nn.Module) -> tuple[Kind, Resize | None]:
     return ("resize" if resize is not None else _kind(module, kinds)), resize
 
 
-def _kind(module: nn.Module, kinds: set[type[nn.Module]]) -> Kind:
+def _kind(module: nn.Module, kinds: set[type[nn.Module]]) -> MapKind:
     one: Any = module
     if kinds.intersection(BATCH_NORMS):
         return "batch norm"

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from shardwright.axes import LayoutAxis, MisfitError, Options, Sizes
+from shardwright.axes import AxisSizes, LayoutAxis, MisfitError, Options
 from shardwright.errors import LayoutError, nearest
 from shardwright.grid_shapes import NUM_SIDES, default_shape
 
@@ -22,7 +22,7 @@ PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}
 """By mode, the option values that fix each layer's roles to the classic algorithm, in place of the cheapest roles."""
 
 
-def _settle(sizes: Sizes, options: Options) -> tuple[Sizes, Options]:
+def _settle(sizes: AxisSizes, options: Options) -> tuple[AxisSizes, Options]:
     """Returns the explicit grid of a factor, and its options; a factor without a mode is returned unchanged.
 
     Raises MisfitError if the numbers, mode and options do not fit.

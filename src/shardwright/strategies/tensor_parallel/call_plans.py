@@ -1,14 +1,14 @@
-"""Plans one call of a function on tensor shards (parts): the operators that run on parts, and the collectives.
+"""Plans one call of a function on tensor shards: the operators that run on shards, and the collectives.
 
 The function is run once on meta tensors of the whole shapes; the dims of its operators are read from the table of
 ``analysis/operator_dims.py``. For each operator the plan says what happens to its operands before it runs:
 
     copy     a whole operand of cut work: its gradient is a partial sum, which the backward adds up
-    slice    a whole operand where a part is needed
-    gather   a part where the operator needs the whole
+    slice    a whole operand where a shard is needed
+    gather   a shard where the operator needs the whole
 
 and whether its result is a partial sum, which is all-reduced. Sizes among the arguments become those of this rank's
-part.
+shard.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from shardwright.analysis.operator_dims import DimRelation, relation_of
 from shardwright.analysis.recording import PRODUCTS, Recorded, RecordedCall, TensorUse
 from shardwright.dispatch_mode import without_dispatch_modes
 from shardwright.operators.partly_shared import partly_shared_product
-from shardwright.sharding.tensor_part import ALL, TensorPart, num_held, part_of
-from shardwright.strategies.tensor_parallel.norms_of_parts import norm_of_parts
-from shardwright.strategies.tensor_parallel.tensor_parts import LetterCutError, cut_of, letters_of
+from shardwright.sharding.tensor_shard import ALL, TensorShard, num_held, shard_of
+from shardwright.strategies.tensor_parallel.norms_of_shards import norm_of_shards
+from shardwright.strategies.tensor_parallel.tensor_shards import LetterCutError, cut_of, letters_of
 
 SUMMABLE = frozenset(["mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "sum", "mean", "dot", "mv"])
 """The operators for which a contraction over shards gives partial sums, whose sum over ranks is the result."""
@@ -49,11 +49,11 @@ one that it sums over.
 """
 
 
-class NotOnPartsError(Exception):
+class NotOnShardsError(Exception):
     """Raised where a call cannot run on tensor shards; its tensors are then all-gathered, and it runs on whole ones."""
 
 
-class WriteToPartError(Exception):
+class WriteToShardError(Exception):
     """Raised where a call writes in place to a shard of a tensor that it needs whole; the text names the operator."""
 
 
@@ -67,7 +67,7 @@ class OperandChange(NamedTuple):
     """A change that is made to one operand, the tensor number ``slot``, before an operator runs on shards.
 
     The kind ``copy`` leaves a whole operand as it is, and its partial gradients are all-reduced in the backward;
-    ``slice`` keeps this rank's part along ``dim``; ``gather`` all-gathers the parts along ``dim``. ``cut`` gives the
+    ``slice`` keeps this rank's shard along ``dim``; ``gather`` all-gathers the shards along ``dim``. ``cut`` gives the
     rank that holds each index of ``dim``, 255 for all ranks.
     """
 
@@ -99,50 +99,50 @@ class OperatorStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """The operators on this rank's shards (parts) that run in place of one call, and the parts of its results.
+    """The operators on this rank's shards that run in place of one call, and the shards of its results.
 
-    ``results`` is what the call returns, with a :class:`Slot` in place of each tensor. ``parts`` is the part that each
-    of the ``num_slots`` slots holds, None for a whole tensor; ``given`` are the slots of the arguments, ``made`` those
-    of the results. ``runs_as_is``: the function itself does the same on parts, without a message.
+    ``results`` is what the call returns, with a :class:`Slot` in place of each tensor. ``shards`` is the shard that
+    each of the ``num_slots`` slots holds, None for a whole tensor; ``given`` are the slots of the arguments, ``made``
+    those of the results. ``runs_as_is``: the function itself does the same on shards, without a message.
     """
 
     steps: tuple[OperatorStep, ...]
     results: Any
-    parts: Mapping[int, TensorPart | None]
+    shards: Mapping[int, TensorShard | None]
     num_slots: int
     given: tuple[int, ...]
     made: tuple[int, ...]
     runs_as_is: bool
 
 
-class PartUse(NamedTuple):
-    """A tensor argument of a planned call: its whole shape (a meta tensor), and this rank's part, None if it is whole.
+class ShardUse(NamedTuple):
+    """A tensor argument of a planned call: its whole shape (a meta tensor), and this rank's shard, None if it is whole.
 
     ``learns`` is True if the tensor needs a gradient.
     """
 
     whole: Tensor
-    part: TensorPart | None
+    shard: TensorShard | None
     learns: bool
 
 
-def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[PartUse], rank: int,
+def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[ShardUse], rank: int,
               device: torch.device) -> CallPlan:  # fmt: skip
     """Returns the plan of one call for one rank: the operators on the rank's shards and the collectives between them.
 
-    ``args`` and ``named`` hold meta tensors of whole shapes, which ``tensors`` lists with the part held of each.
+    ``args`` and ``named`` hold meta tensors of whole shapes, which ``tensors`` lists with the shard held of each.
     ``rank`` is the rank's index on the axis; ``device`` takes the place of the meta device in operators' arguments.
 
-    Raises: NotOnPartsError, ValueReadError: the call cannot run on parts. WriteToPartError: it writes in place to a
+    Raises: NotOnShardsError, ValueReadError: the call cannot run on shards. WriteToShardError: it writes in place to a
         shard of a tensor that it needs whole.
     """
-    function = norm_of_parts(function, args, named, tensors[0].part if tensors else None)
+    function = norm_of_shards(function, args, named, tensors[0].shard if tensors else None)
     recorded = Recorded()
     uses = [recorded.use(each.whole, "input") for each in tensors]
     with torch.no_grad(), without_dispatch_modes(), recorded:
         result = function(*args, **named)
     planning = _Planning(rank, device)
-    given = [planning.slot(use, each.part, each.learns) for use, each in zip(uses, tensors, strict=True)]
+    given = [planning.slot(use, each.shard, each.learns) for use, each in zip(uses, tensors, strict=True)]
     for call in recorded.recording.calls:
         planning.call(call)
 
@@ -154,13 +154,13 @@ def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[PartUse], 
     flat = results if isinstance(results, tuple | list) and not _is_slot(results) else [results]
     # a function in Python may do more with sizes than its operators show
     as_is = planning.as_is and (len(planning.steps) == 1 or not isinstance(function, FunctionType))
-    # of a part that no operator takes, the function reads the size, which must be the whole's: x.expand_as(part);
+    # of a shard that no operator takes, the function reads the size, which must be the whole's: x.expand_as(shard);
     # a function without operators reads none, and only it itself does what x.detach() and x.data do
     taken = {id(use) for call in recorded.recording.calls for use in call.operands}
-    as_is = as_is and all(each.part is None or id(use) in taken for use, each in zip(uses, tensors, strict=True))
+    as_is = as_is and all(each.shard is None or id(use) in taken for use, each in zip(uses, tensors, strict=True))
     as_is = as_is or not planning.steps
     return CallPlan(
-        tuple(planning.steps), results, planning.parts, len(planning.parts), tuple(given), made,
+        tuple(planning.steps), results, planning.shards, len(planning.shards), tuple(given), made,
         as_is and all(map(_is_slot, flat)),
     )  # fmt: skip
 
@@ -178,21 +178,21 @@ class _GatherFirstError(Exception):
 
 
 class _Planning:
-    """Plans the operators of one call, one after the other, and tracks the part that each slot holds."""
+    """Plans the operators of one call, one after the other, and tracks the shard that each slot holds."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self.rank, self.device = rank, device
         self.slots: dict[TensorUse, int] = {}
-        self.parts: dict[int, TensorPart | None] = {}
+        self.shards: dict[int, TensorShard | None] = {}
         self.steps: list[OperatorStep] = []
         self.learning: set[int] = set()
         self.lost: set[int] = set()  # views of all-gathered copies: what is written there is lost
         self.as_is = True
 
-    def slot(self, use: TensorUse, part: TensorPart | None = None, learns: bool = False) -> int:
+    def slot(self, use: TensorUse, shard: TensorShard | None = None, learns: bool = False) -> int:
         if use not in self.slots:
             self.slots[use] = len(self.slots)
-            self.parts[self.slots[use]] = part
+            self.shards[self.slots[use]] = shard
         if learns:
             self.learning.add(self.slots[use])
         return self.slots[use]
@@ -200,8 +200,8 @@ class _Planning:
     def call(self, call: RecordedCall) -> None:
         slots = [self.slot(use) for use in call.operands]
         if self.lost.intersection(self.slot(use) for use in (*call.written, *call.statistics)):
-            raise WriteToPartError(call.name)
-        cut = {slot for slot in slots if self.parts[slot] is not None}
+            raise WriteToShardError(call.name)
+        cut = {slot for slot in slots if self.shards[slot] is not None}
         if not cut:
             self._add(call, OperatorStep(call.function, call.args, call.named, (), ()), [None] * len(call.results))
             self._note_views(call, set())
@@ -210,17 +210,17 @@ class _Planning:
         gathered: set[int] = set()
         while True:
             try:
-                self._on_parts(call, relation, slots, gathered)
+                self._on_shards(call, relation, slots, gathered)
                 self._note_views(call, gathered)
                 return
             except _GatherFirstError as found:
                 more = cut - gathered if found.slot is None else {found.slot} - gathered
                 if not more:
-                    raise NotOnPartsError(call.name) from None
+                    raise NotOnShardsError(call.name) from None
                 gathered |= more
             except LetterCutError:
                 if gathered >= cut:
-                    raise NotOnPartsError(call.name) from None
+                    raise NotOnShardsError(call.name) from None
                 gathered |= cut
 
     def _note_views(self, call: RecordedCall, gathered: set[int]) -> None:
@@ -231,12 +231,12 @@ class _Planning:
         if (self.lost | gathered).intersection(map(self.slot, call.viewed)):
             self.lost.update(map(self.slot, call.results))
 
-    def _on_parts(self, call: RecordedCall, relation: DimRelation, slots: Sequence[int], gathered: set[int]) -> None:
+    def _on_shards(self, call: RecordedCall, relation: DimRelation, slots: Sequence[int], gathered: set[int]) -> None:
         written = {self.slot(use) for use in (*call.written, *call.statistics)}
         if written & gathered:
-            raise WriteToPartError(call.name)
-        parts = {slot: None if slot in gathered else self.parts[slot] for slot in slots}
-        labels = _labels(call, relation, [(slot, parts[slot]) for slot in slots])
+            raise WriteToShardError(call.name)
+        shards = {slot: None if slot in gathered else self.shards[slot] for slot in slots}
+        labels = _labels(call, relation, [(slot, shards[slot]) for slot in slots])
         letters = relation.letters
         cuts = [tuple(cut_of(dim, labels, letters) for dim in dims) for dims in relation.results]
         summed = any(letters.roles[letter] is Role.SUM for letter in labels)
@@ -251,16 +251,16 @@ class _Planning:
         changes = [
             OperandChange(slot, "gather", dim, cut)
             for slot in sorted(gathered)
-            for dim, cut in _dims_cut(self.parts[slot])
+            for dim, cut in _dims_cut(self.shards[slot])
         ]
         if labels:
-            changes += _changes(relation, slots, parts, labels, written, summed)
+            changes += _changes(relation, slots, shards, labels, written, summed)
             changes = [each for each in changes if each.kind != "copy" or each.slot in self.learning]
         copies = {each.slot for each in changes if each.kind == "copy"}
         shared = next((cut for cut in some if ALL in cut), None)
         if shared is not None and copies and (call.name not in PRODUCTS or copies != {slots[PRODUCTS[call.name]]}):
             raise _GatherFirstError  # the gradient of what all hold would count once for each rank
-        made = [part_of(use.shape, cut) for use, cut in zip(call.results, cuts, strict=True)]
+        made = [shard_of(use.shape, cut) for use, cut in zip(call.results, cuts, strict=True)]
         function = _group_norm if call.name == "native_group_norm" else call.function
         step = OperatorStep(function, call.args, call.named, tuple(changes), (), summed)
         step = _localized(call, step, relation, labels, made, self.rank) if labels else step
@@ -270,11 +270,11 @@ class _Planning:
         self.as_is = self.as_is and same and not (changes or summed or written)
         self._add(call, step, made)
 
-    def _add(self, call: RecordedCall, step: OperatorStep, parts: Iterable[TensorPart | None]) -> None:
+    def _add(self, call: RecordedCall, step: OperatorStep, shards: Iterable[TensorShard | None]) -> None:
         results, learns = [], any(self.slot(use) in self.learning for use in call.operands)
-        for use, part in zip(call.results, parts, strict=True):
+        for use, shard in zip(call.results, shards, strict=True):
             results.append(self.slot(use, learns=learns))
-            self.parts[results[-1]] = part
+            self.shards[results[-1]] = shard
 
         def place(leaf: Any) -> Any:
             if isinstance(leaf, TensorUse):
@@ -286,19 +286,19 @@ class _Planning:
         self.steps.append(step._replace(args=args, named=named, addend=addend, results=tuple(results), written=written))
 
 
-def _dims_cut(part: TensorPart | None) -> list[tuple[int, bytes]]:
-    return [(dim, cut) for dim, cut in enumerate(part.cuts) if cut is not None] if part is not None else []
+def _dims_cut(shard: TensorShard | None) -> list[tuple[int, bytes]]:
+    return [(dim, cut) for dim, cut in enumerate(shard.cuts) if cut is not None] if shard is not None else []
 
 
 def _labels(
-    call: RecordedCall, relation: DimRelation, operands: Sequence[tuple[int, TensorPart | None]]
+    call: RecordedCall, relation: DimRelation, operands: Sequence[tuple[int, TensorShard | None]]
 ) -> dict[int, bytes]:
     """Returns which rank holds each index of an operator's cut dims, by letter, from the cuts of its operands."""
     found: dict[int, bytes] = {}
-    for (slot, part), dims in zip(operands, relation.operands, strict=True):
-        if part is None or dims is None:
+    for (slot, shard), dims in zip(operands, relation.operands, strict=True):
+        if shard is None or dims is None:
             continue
-        for dim, cut in zip(dims, part.cuts, strict=True):
+        for dim, cut in zip(dims, shard.cuts, strict=True):
             if cut is None:
                 continue
             try:
@@ -319,7 +319,7 @@ def _labels(
 
 
 def _changes(
-    relation: DimRelation, slots: Sequence[int], parts: Mapping[int, TensorPart | None], labels: Mapping[int, bytes],
+    relation: DimRelation, slots: Sequence[int], shards: Mapping[int, TensorShard | None], labels: Mapping[int, bytes],
     written: set[int], summed: bool,
 ) -> list[OperandChange]:  # fmt: skip
     """Returns the changes that an operator's operands need, so that all agree with the cuts in ``labels``."""
@@ -328,9 +328,9 @@ def _changes(
         if dims is None or (summed and number == relation.addend):
             continue
         need = _cuts(dims, labels, relation.letters)
-        part = parts[slot]
-        has = part.cuts if part is not None else (None,) * len(dims)
-        own = [OperandChange(slot, "copy")] if part is None and need == has else []
+        shard = shards[slot]
+        has = shard.cuts if shard is not None else (None,) * len(dims)
+        own = [OperandChange(slot, "copy")] if shard is None and need == has else []
         for dim, (wanted, given) in enumerate(zip(need, has, strict=True)):
             if wanted != given:
                 if given is not None or wanted is None:
@@ -347,19 +347,19 @@ def _cuts(dims: Dims, labels: Mapping[int, bytes], letters: DimLetters) -> tuple
     return tuple(cut_of(dim, labels, letters) for dim in dims)
 
 
-# ---- arguments of this rank's part
+# ---- arguments of this rank's shard
 
 
 def _localized(
     call: RecordedCall, step: OperatorStep, relation: DimRelation, labels: Mapping[int, bytes],
-    made: Sequence[TensorPart | None], rank: int,
+    made: Sequence[TensorShard | None], rank: int,
 ) -> OperatorStep:  # fmt: skip
-    """Returns an operator's step with the size arguments of this rank's part in place of the whole's."""
+    """Returns an operator's step with the size arguments of this rank's shard in place of the whole's."""
     args, name, aten = list(call.args), call.name, torch.ops.aten
-    part = made[0] if made else None
+    shard = made[0] if made else None
     if name in ("view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "broadcast_to"):
-        if part is not None:
-            args[1] = list(part.local_shape(rank))
+        if shard is not None:
+            args[1] = list(shard.local_shape(rank))
         function = call.function if name in ("expand", "broadcast_to") else viewed
         return step._replace(function=function, args=tuple(args))
     if name in ("slice", "narrow"):
@@ -379,8 +379,8 @@ def _localized(
             bias, args[2] = args[2], None
             return step._replace(args=tuple(args), addend=bias, addend_dim=1)
         return step._replace(args=tuple(args))
-    if name == "native_group_norm" and part is not None:
-        (args[3], args[4]), groups = part.local_shape(rank)[:2], made[1]
+    if name == "native_group_norm" and shard is not None:
+        (args[3], args[4]), groups = shard.local_shape(rank)[:2], made[1]
         args[6] = groups.local_shape(rank)[1] if groups is not None else args[6]
         return step._replace(args=tuple(args))
     if name == "mean" and step.summed:
@@ -388,7 +388,7 @@ def _localized(
         return step._replace(function=partial(_share_of_mean, count))
     if step.summed and name in ("addmm", "baddbmm"):
         if any(value != 1 for value in call.named.values()):
-            raise NotOnPartsError(f"{name} with factors")
+            raise NotOnShardsError(f"{name} with factors")
         function = aten.mm.default if name == "addmm" else aten.bmm.default
         return step._replace(function=function, args=tuple(args[1:]), named={}, addend=args[0])
     if step.summed and name == "linear":
@@ -401,14 +401,14 @@ def _localized(
 def _partly_shared(call: RecordedCall, step: OperatorStep, cut: bytes, rank: int) -> OperatorStep:
     """Returns the step of a product of whose output features this rank holds its own and others that all ranks hold.
 
-    Raises NotOnPartsError for an ``addmm`` with factors.
+    Raises NotOnShardsError for an ``addmm`` with factors.
     """
     mine = [label == ALL for label in cut if label in (rank, ALL)]
     edges = [at for at in range(len(mine) + 1) if (at > 0 and mine[at - 1]) != (at < len(mine) and mine[at])]
     shared = tuple(zip(edges[::2], edges[1::2], strict=True))
     if call.name == "addmm":
         if any(value != 1 for value in step.named.values()):
-            raise NotOnPartsError("addmm with factors")
+            raise NotOnShardsError("addmm with factors")
         bias, x, weight = step.args
     else:
         x, weight = step.args[:2]

@@ -29,8 +29,9 @@ from shardwright.operators.batch_norm import share_statistics
 from shardwright.operators.convolution import CutConvolution
 from shardwright.plan.plan import ActivationCut, Job, Plan, Replicate, Shard
 from shardwright.plan.traffic import Traffic
+from shardwright.sharding.box import width
 from shardwright.strategies.tensor_parallel.apply import Applying
-from shardwright.strategies.tensor_parallel.features import Features, width
+from shardwright.strategies.tensor_parallel.features import Features
 from shardwright.strategies.tensor_parallel.linear import LinearNote
 from shardwright.strategies.tensor_parallel.mode import Mode
 from shardwright.strategies.tensor_parallel.note import OperatorNote

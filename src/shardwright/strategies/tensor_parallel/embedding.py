@@ -16,9 +16,10 @@ from shardwright.operators.vocabulary import cut_embedding
 from shardwright.plan.batch_shard import RowMoves
 from shardwright.plan.plan import Replicate, Shard
 from shardwright.plan.traffic import Traffic
+from shardwright.sharding.box import width
 from shardwright.strategies.tensor_parallel.apply import Applying
 from shardwright.strategies.tensor_parallel.feature_flow import FeatureUse, not_to_cut
-from shardwright.strategies.tensor_parallel.features import Features, width
+from shardwright.strategies.tensor_parallel.features import Features
 from shardwright.strategies.tensor_parallel.moves import AxisMove, input_moves, output_moves
 from shardwright.strategies.tensor_parallel.note import OperatorNote
 from shardwright.strategies.tensor_parallel.plan_draft import PlanDraft

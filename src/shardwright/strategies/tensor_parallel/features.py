@@ -11,7 +11,7 @@ from itertools import pairwise, product
 from math import prod
 
 from shardwright.mesh import Coord, balanced
-from shardwright.sharding.box import Range, Ranges, balanced_ranges
+from shardwright.sharding.box import Range, Ranges, balanced_ranges, width
 
 
 def merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
@@ -28,11 +28,6 @@ def merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
 def common(ranges: Sequence[Range], others: Sequence[Range]) -> list[Range]:
     """Returns the intersection of two lists of index ranges, as a list of ranges."""
     return [(max(a, c), min(b, d)) for a, b in ranges for c, d in others if max(a, c) < min(b, d)]
-
-
-def width(ranges: Sequence[Range]) -> int:
-    """Returns the number of elements in ranges that do not overlap."""
-    return sum(b - a for a, b in ranges)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Candidates are the axes (dims that operators tie together) that parameters have, that no operator needs whole, and that
 are not dims of the inputs: the heads of attentions, the inner features of MLPs, the groups of convolutions. Two
-candidates that are different dims of one tensor exclude each other, because a rank holds a part of one dim only. Those
+candidates that are different dims of one tensor exclude each other, because a rank holds a shard of one dim only. Those
 that send the fewest elements for each parameter element are taken first; one is exchanged for others that it excludes
 if these have clearly more elements. Cutting heads costs one sum after the output
 projection; cutting the features of a head would cost a sum of all attention scores, and cutting the features between
@@ -29,7 +29,7 @@ from shardwright.analysis.recording import PRODUCTS, RecordedCall, Recording, Te
 from shardwright.analysis.run_axes import CLASSES, AxisUse, DimAxis, RunAxes, labels_of, leaves, root
 from shardwright.analysis.weight_readers import readers_of
 from shardwright.mesh import balanced
-from shardwright.sharding.tensor_part import ALL, TensorPart, part_of
+from shardwright.sharding.tensor_shard import ALL, TensorShard, shard_of
 from shardwright.strategies.tensor_parallel.gather_output import gather_output_layers
 
 LARGE_TABLE = 2
@@ -66,14 +66,14 @@ _FEATURES = {
 
 @dataclass(frozen=True, slots=True)
 class GraphCuts:
-    """The shards (parts) of parameters and buffers on each rank, by name, and the modules that read each parameter.
+    """The shards of parameters and buffers on each rank, by name, and the modules that read each parameter.
 
     A module that asks for the shape of a parameter counts as one that reads it. ``held`` are the parameters that other
     code holds directly, which stay whole, and those of recurrent layers, which keep a list of them: none is replaced
     for a forward. ``gathered`` are the paths of linear layers whose outputs are all-gathered at once.
     """
 
-    parts: Mapping[str, TensorPart]
+    shards: Mapping[str, TensorShard]
     readers: Mapping[str, set[str]]
     held: frozenset[str] = frozenset()
     gathered: frozenset[str] = frozenset()
@@ -92,14 +92,14 @@ class _Candidate:
 _Candidates = dict[DimAxis, _Candidate]
 
 
-class _CutParts(NamedTuple):
-    """The part of each parameter and buffer that is cut, by name, and how many elements the cut parameters have.
+class _CutShards(NamedTuple):
+    """The shard of each parameter and buffer that is cut, by name, and how many elements the cut parameters have.
 
     ``most_sent`` is the number of elements that a step of the recorded run sends for each of those elements; 0 if none
     is cut.
     """
 
-    parts: dict[str, TensorPart]
+    shards: dict[str, TensorShard]
     num_elements: int = 0
     most_sent: float = 0.0
 
@@ -114,7 +114,7 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     >>> model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).to("meta")
     >>> run = ModelGraph(model, torch.empty(2, 6)).run
     >>> cuts = graph_cuts(model, run.recording, run.axes, 2)
-    >>> {name: part.local_shape(0) for name, part in cuts.parts.items()}
+    >>> {name: shard.local_shape(0) for name, shard in cuts.shards.items()}
     {'0.weight': (4, 6), '0.bias': (4,), '2.weight': (6, 4)}
     """
     held = tensors_outside(model)
@@ -135,15 +135,15 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     uncalled = {name for name, _ in model.named_parameters() if name not in used}
     norms = {f"{path}.{name}".lstrip(".") for path, norm in batch_norms(model) for name, _ in norm.named_parameters()}
     cut = _cut(recording, axes, size, kept | (uncalled & norms))
-    found = cut.parts
+    found = cut.shards
     gathered = gather_output_layers(model, recording, axes, size, {*found, *kept}, readers, cut.most_sent)
     more = {f"{path}.{name}": p for path, layer in gathered.items() for name, p in layer.named_parameters()}
     if sum(p.numel() for p in more.values()) <= WORTH_MORE * cut.num_elements:
         return GraphCuts(found, readers, in_lists)
     for name, p in more.items():
-        part = part_of(p.shape, (_balanced(len(p), size), *(None,) * (p.dim() - 1)))
-        if part is not None:
-            found[name] = part
+        shard = shard_of(p.shape, (_balanced(len(p), size), *(None,) * (p.dim() - 1)))
+        if shard is not None:
+            found[name] = shard
     return GraphCuts(found, readers, in_lists, frozenset(gathered))
 
 
@@ -153,15 +153,15 @@ def _balanced(num_elements: int, size: int) -> bytes:
     )
 
 
-def _cut(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> _CutParts:
-    """Returns the parts that ``size`` ranks hold, where operators allow it; none of the parameters in ``kept``.
+def _cut(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> _CutShards:
+    """Returns the shards that ``size`` ranks hold, where operators allow it; none of the parameters in ``kept``.
 
     There are two ways, and the second is taken if it cuts clearly more parameters: no layer needs its input gathered;
     or layers that read a concatenation of which only some parts are cut have it gathered, and their weights stay whole.
     """
     found, features = _candidates(recording, axes, size, kept), _dims_of_features(recording)
     total = sum(prod(use.shape) for use in recording.parameters.values())
-    best = _CutParts({})
+    best = _CutShards({})
     for gathers, least in ((False, 0.0), (True, WORTH_GATHERING * total)):
         if best.num_elements + least >= total:
             break
@@ -172,16 +172,16 @@ def _cut(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) 
         if more:
             taken = _chosen(recording, axes, {each.axis: each for each in taken} | more, features, gathers=gathers)
         cut = {each.axis: _balanced(each.axis.size, size) for each in taken}
-        parts = {}
+        shards = {}
         for name, use in {**recording.parameters, **recording.buffers}.items():
             cuts = [labels_of(axis, cut) for axis in axes.of(use)]
-            part = part_of(use.shape, cuts)
+            shard = shard_of(use.shape, cuts)
             stays_whole = name in recording.parameters and _partly_summed(cuts, features.get(use))
-            if part is not None and not stays_whole:
-                parts[name] = part
-        num_elements = sum(prod(use.shape) for name, use in recording.parameters.items() if name in parts)
+            if shard is not None and not stays_whole:
+                shards[name] = shard
+        num_elements = sum(prod(use.shape) for name, use in recording.parameters.items() if name in shards)
         if num_elements > best.num_elements + least:
-            best = _CutParts(parts, num_elements, sum(each.num_sent for each in taken) / num_elements)
+            best = _CutShards(shards, num_elements, sum(each.num_sent for each in taken) / num_elements)
     return best
 
 

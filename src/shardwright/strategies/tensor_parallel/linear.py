@@ -25,10 +25,10 @@ from shardwright.operators.linear import GridProduct, compilable, weight_of
 from shardwright.operators.traced_take import gathering
 from shardwright.plan.plan import Partial, Replicate, Shard
 from shardwright.plan.traffic import Traffic
-from shardwright.sharding.box import Range
+from shardwright.sharding.box import Range, width
 from shardwright.strategies.tensor_parallel.apply import Applying
 from shardwright.strategies.tensor_parallel.feature_flow import FeatureUse
-from shardwright.strategies.tensor_parallel.features import Features, common, merged, nested, width
+from shardwright.strategies.tensor_parallel.features import Features, common, merged, nested
 from shardwright.strategies.tensor_parallel.moves import AxisMove, input_moves, output_moves
 from shardwright.strategies.tensor_parallel.note import OperatorNote
 from shardwright.strategies.tensor_parallel.plan_draft import PlanDraft, own_names

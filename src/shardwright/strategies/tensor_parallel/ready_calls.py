@@ -1,4 +1,4 @@
-"""Calls on tensor shards (parts) as they repeat: the keys of their plans, and plans made ready to run again and again.
+"""Calls on tensor shards as they repeat: the keys of their plans, and plans made ready to run again and again.
 
 A training step makes the same few hundred calls each time, and on a small model their bookkeeping costs as much as the
 messages. So what does not depend on the tensors is decided once: which arguments are tensors, and what is done to them.
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from shardwright.comm.autograd import partial_to_whole
 from shardwright.comm.axis import Axis
-from shardwright.sharding.tensor_part import tag, tagged
+from shardwright.sharding.tensor_shard import tag, tagged
 from shardwright.strategies.tensor_parallel.call_plans import COPIED, CallPlan, OperandChange, OperatorStep, Slot
 
 _TENSORS = frozenset((Tensor, nn.Parameter))
@@ -27,14 +27,14 @@ Fill = Callable[[Sequence[Any]], Any]
 """A function from the tensors of a call plan, by slot number, to arguments or results with these in place."""
 
 
-def has_part(values: Iterable[Any]) -> bool:
+def has_shard(values: Iterable[Any]) -> bool:
     """Returns whether a tensor among a call's arguments is a shard; lists and tuples of tensors are searched too."""
     for x in values:
         kind = type(x)
         if kind in _TENSORS or isinstance(x, Tensor):
             if tagged(x) is not None:
                 return True
-        elif isinstance(x, list | tuple) and has_part(x):
+        elif isinstance(x, list | tuple) and has_shard(x):
             return True
     return False
 
@@ -64,8 +64,8 @@ def _read(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
     for x in values:
         kind = type(x)
         if kind in _TENSORS or isinstance(x, Tensor):
-            part = tagged(x)
-            key += (x.shape if part is None else part, x.stride(), x.dtype, x.requires_grad)
+            shard = tagged(x)
+            key += (x.shape if shard is None else shard, x.stride(), x.dtype, x.requires_grad)
             tensors.append(x)
         elif kind in _ATOMS:
             key += (kind, x)
@@ -117,7 +117,7 @@ class ReadyCall:
         self.run = _run_on_whole
         if plan is None:
             return
-        self._made = tuple((slot, plan.parts[slot]) for slot in plan.made)
+        self._made = tuple((slot, plan.shards[slot]) for slot in plan.made)
         if self.runs_as_is:
             self.run = self._run_as_is
             return
@@ -129,8 +129,8 @@ class ReadyCall:
         self, mode: CallHost, func: Any, args: tuple[Any, ...], named: dict[str, Any], tensors: Sequence[Tensor]
     ) -> Any:
         results = func(*args, **named)
-        for result, (_, part) in zip((results,) if isinstance(results, Tensor) else results, self._made, strict=True):
-            tag(result, part)
+        for result, (_, shard) in zip((results,) if isinstance(results, Tensor) else results, self._made, strict=True):
+            tag(result, shard)
         return results
 
     def _run_steps(
@@ -141,8 +141,8 @@ class ReadyCall:
             values[slot] = tensor
         for step in self._steps:
             step.run(mode, values)
-        for slot, part in self._made:
-            tag(values[slot], part)
+        for slot, shard in self._made:
+            tag(values[slot], shard)
         return self._results(values)
 
 

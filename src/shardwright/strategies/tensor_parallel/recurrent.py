@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardwright.analysis.recurrent_calls import GATES, Kind, RecurrentCall, recurrent_call
+from shardwright.analysis.recurrent_calls import GATES, CellKind, RecurrentCall, recurrent_call
 from shardwright.comm.autograd import cut_to_gathered, cut_to_shared, cut_to_whole
-from shardwright.sharding.tensor_part import is_in_blocks, part_of, tag, tagged
+from shardwright.sharding.tensor_shard import is_in_blocks, shard_of, tag, tagged
 from shardwright.strategies.tensor_parallel.call_plans import OperandChange
 from shardwright.strategies.tensor_parallel.ready_calls import CallHost
 
@@ -48,39 +48,39 @@ class RecurrentHost(CallHost, Protocol):
         """Returns the whole of a tensor that is a shard."""
 
 
-def recurrent_on_parts(host: RecurrentHost, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def recurrent_on_shards(host: RecurrentHost, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Returns what a recurrent function of torch returns, where ranks hold the weights of some hidden units each.
 
-    Outputs and states are whole; the cell state of an ``nn.LSTMCell`` is a part, cut by units. Weights that are cut in
+    Outputs and states are whole; the cell state of an ``nn.LSTMCell`` is a shard, cut by units. Weights that are cut in
     another way are all-gathered, and all ranks compute the whole.
     """
     call = recurrent_call(function, args, named)
     cuts = [] if call is None else [_cut_of(each, call.kind, host.axis.size) for each in call.weights]
     if call is None or cuts[0] is None or any(each != cuts[0] for each in cuts):
         return host.on_whole(function, args, named)
-    part = _RecurrentPart(host, call.kind, cuts[0])
-    return part.cell(call) if call.is_cell else part.layers(call)
+    shard = _RecurrentShard(host, call.kind, cuts[0])
+    return shard.cell(call) if call.is_cell else shard.layers(call)
 
 
-def _cut_of(weights: Sequence[Tensor], kind: Kind, size: int) -> bytes | None:
+def _cut_of(weights: Sequence[Tensor], kind: CellKind, size: int) -> bytes | None:
     """Returns the rank that holds each hidden unit, if all weights of a layer have the rows of its units in each gate.
 
     Each rank must have some units, next to each other. None if not.
     """
-    parts = [tagged(each) for each in weights]
-    rows = parts[0].cuts[0] if parts[0] is not None else None
+    shards = [tagged(each) for each in weights]
+    rows = shards[0].cuts[0] if shards[0] is not None else None
     if rows is None:
         return None
     cut = rows[: len(rows) // GATES[kind]]
     wanted = cut * GATES[kind], None
-    fits = all(part is not None and part.cuts == wanted[: len(part.shape)] for part in parts)
+    fits = all(shard is not None and shard.cuts == wanted[: len(shard.shape)] for shard in shards)
     return cut if fits and is_in_blocks(cut, size) else None
 
 
-class _RecurrentPart:
+class _RecurrentShard:
     """The hidden units of recurrent layers that a rank computes: those that ``cut`` gives to it."""
 
-    def __init__(self, host: RecurrentHost, kind: Kind, cut: bytes) -> None:
+    def __init__(self, host: RecurrentHost, kind: CellKind, cut: bytes) -> None:
         self.host, self.axis, self.cut = host, host.axis, cut
         self.step, self.has_cells = _STEPS[kind], kind == "lstm"
         self.sizes = [cut.count(rank) for rank in range(host.axis.size)]
@@ -159,14 +159,14 @@ class _RecurrentPart:
         return cut_to_gathered(own, whole, self.axis, own.dim() - 1, self.sizes)
 
     def _own(self, x: Tensor) -> Tensor:
-        """Returns the elements of this rank's units, of a whole tensor or of a part, whose last dim has units."""
-        part, dim = tagged(x), x.dim() - 1
-        if part is not None and part.cuts == (*(None,) * dim, self.cut):
+        """Returns the elements of this rank's units, of a whole tensor or of a shard, whose last dim has units."""
+        shard, dim = tagged(x), x.dim() - 1
+        if shard is not None and shard.cuts == (*(None,) * dim, self.cut):
             return x
         return self.host.changed(self.host.whole(x), OperandChange(0, "slice", dim, self.cut), gradient_is_new=False)
 
     def _tagged(self, x: Tensor) -> Tensor:
-        tag(x, part_of((*x.shape[:-1], len(self.cut)), (*(None,) * (x.dim() - 1), self.cut)))
+        tag(x, shard_of((*x.shape[:-1], len(self.cut)), (*(None,) * (x.dim() - 1), self.cut)))
         return x
 
 
@@ -195,6 +195,6 @@ def _rnn(activation: Callable[[Tensor], Tensor], gates: Tensor, of_state: Tensor
     return activation(gates + of_state), cells
 
 
-_STEPS: Mapping[Kind, Step] = {
+_STEPS: Mapping[CellKind, Step] = {
     "lstm": _lstm, "gru": _gru, "rnn_tanh": partial(_rnn, torch.tanh), "rnn_relu": partial(_rnn, torch.relu),
 }  # fmt: skip

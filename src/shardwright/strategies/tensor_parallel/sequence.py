@@ -42,9 +42,10 @@ from shardwright.operators.attention import attend_gathered
 from shardwright.plan.batch_shard import RowMoves, rows_after
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import Traffic
+from shardwright.sharding.box import width
 from shardwright.strategies.tensor_parallel.apply import Applying
 from shardwright.strategies.tensor_parallel.feature_flow import NORMS
-from shardwright.strategies.tensor_parallel.features import Features, width
+from shardwright.strategies.tensor_parallel.features import Features
 from shardwright.strategies.tensor_parallel.mode import SEQ, Mode
 from shardwright.strategies.tensor_parallel.moves import AxisMove
 from shardwright.strategies.tensor_parallel.note import OperatorNote

@@ -29,16 +29,16 @@ from shardwright.strategies.tensor_parallel.apply import apply
 from shardwright.strategies.tensor_parallel.hints import with_hints
 from shardwright.strategies.tensor_parallel.mode import OPTIONS, Mode
 from shardwright.strategies.tensor_parallel.note import notes_of
-from shardwright.strategies.tensor_parallel.on_parts import (
+from shardwright.strategies.tensor_parallel.on_shards import (
     ENOUGH,
     GAIN,
     LEAST_SHARE,
-    PartsNote,
-    apply_on_parts,
-    part_of_drawn,
-    place_on_parts,
+    ShardsNote,
+    apply_on_shards,
+    place_on_shards,
+    shard_of_drawn,
     share_cut,
-    traffic_on_parts,
+    traffic_on_shards,
     work_cut,
 )
 from shardwright.strategies.tensor_parallel.place import place, why_apart
@@ -123,15 +123,15 @@ class TensorParallel:
     def _placed(self, job: Job, plan: Plan, mode: Mode) -> Plan:
         has_others = bool(mode.row_axes) and marks_in(job.example)  # layers that are known would gather its copies
         if job.recorded or has_others:  # layers that are known could not be cut into stages
-            on_parts = place_on_parts(job, plan, mode, SOME)
-            if on_parts is not None:
-                return on_parts
+            on_shards = place_on_shards(job, plan, mode, SOME)
+            if on_shards is not None:
+                return on_shards
         if has_others:
             raise LayoutError(
                 "the layout gathers samples inside the model, which takes an input that has none",
                 given=f"an input marked by sw.whole or sw.packed, under {plan.layout.factor('tp')}, which cuts tokens, "
                 f"or layers of {type(job.model).__name__} that are not recorded",
-                allowed="a model whose own code runs on parts of its tensors, or tp over one axis",
+                allowed="a model whose own code runs on shards of its tensors, or tp over one axis",
                 fix=f"write tp{prod(axis.size for axis in mode.axes)}, or leave out roles and options such as seq",
             )
         try:
@@ -141,11 +141,11 @@ class TensorParallel:
                 if why := why_apart(path, apart):
                     known = known.role(path, mode.name, "copied", f"{why}: every rank computes it whole")
         except (LayoutError, PlanError):
-            on_parts = place_on_parts(job, plan, mode, SOME)
+            on_shards = place_on_shards(job, plan, mode, SOME)
             # a model may be mostly tables, as of positions, that no rank can share, and its work may be elsewhere
-            if on_parts is None or (share_cut(on_parts) < LEAST_SHARE and work_cut(on_parts) < ENOUGH):
+            if on_shards is None or (share_cut(on_shards) < LEAST_SHARE and work_cut(on_shards) < ENOUGH):
                 raise
-            return on_parts
+            return on_shards
         if plan.layout.factor("pp") is not None and all(axis.stream == "T" for axis in mode.axes):
             return known  # parts would cut samples alone, which stages of known layers do too
         share = share_cut(known)
@@ -156,12 +156,12 @@ class TensorParallel:
             least = 2.0  # no gain is enough
         if all(map(is_known, job.model.modules())) and least > 1:
             return known
-        on_parts = place_on_parts(job, plan, mode, least)
-        if on_parts is None and least < 2 and (work := _known_work(known, job)) < ENOUGH:  # as where tables are most
-            on_parts = place_on_parts(job, plan, mode, LEAST_SHARE)
-            if on_parts is not None and work_cut(on_parts) < min(ENOUGH, work + GAIN):
-                on_parts = None
-        return on_parts or known
+        on_shards = place_on_shards(job, plan, mode, least)
+        if on_shards is None and least < 2 and (work := _known_work(known, job)) < ENOUGH:  # as where tables are most
+            on_shards = place_on_shards(job, plan, mode, LEAST_SHARE)
+            if on_shards is not None and work_cut(on_shards) < min(ENOUGH, work + GAIN):
+                on_shards = None
+        return on_shards or known
 
     def _called_apart(self, job: Job, mode: Mode) -> dict[str, str]:
         """Returns the layers that ranks may not share in the way they are called, each with the reason.
@@ -200,17 +200,17 @@ class TensorParallel:
         """Replaces the forwards of this rank's modules and loss with tensor-parallel ones.
 
         Returns the callbacks of the training step that finish their collectives, and the names of the weights whose
-        gradients are final only then. If the plan is to run the model's own forward on tensor shards (``PartsNote``),
+        gradients are final only then. If the plan is to run the model's own forward on tensor shards (``ShardsNote``),
         the modules and the loss are wrapped instead: the result then has the context in which pipeline stages run their
         calls, if the layout has stages, and a listener that tells which forwards are those of a step. Dropout then
         draws the numbers of this rank's shards, because ``job.rng`` is told which they are.
         """
         note = plan.notes.get("")
-        if isinstance(note, PartsNote):
+        if isinstance(note, ShardsNote):
             stages = plan.stages if isinstance(plan.stages, EventStages) else None
-            frame = apply_on_parts(job.model, job.loss, axes, note, self.name, stages, plan.recomputed)
+            frame = apply_on_shards(job.model, job.loss, axes, note, self.name, stages, plan.recomputed)
             if job.rng is not None and note.axis is not None:
-                job.rng.part_of = partial(part_of_drawn, axes[note.axis].index)
+                job.rng.shard_of = partial(shard_of_drawn, axes[note.axis].index)
             events = Events() if frame.output is None else Events(during=frame.output.during)
             return AppliedStrategy(frame=frame if stages is not None else None, events=events)
         return apply(job, axes, plan, self.mode(plan))
@@ -218,8 +218,8 @@ class TensorParallel:
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
         """Returns the collectives of one step of the rank at ``coord``: each microbatch's, then gradient sync."""
         note = plan.notes.get("")
-        if isinstance(note, PartsNote):
-            return traffic_on_parts(plan, batch, coord, note, self.mode(plan))
+        if isinstance(note, ShardsNote):
+            return traffic_on_shards(plan, batch, coord, note, self.mode(plan))
         return traffic(plan, batch, coord, self.mode(plan))
 
     def traffic_cuts(self, plan: Plan) -> TrafficCuts:
@@ -240,7 +240,7 @@ def _known_work(known: Plan, job: Job) -> float:
 def _gathered(model: nn.Module, plan: Plan) -> set[str]:
     """Returns the names of the weights that a plan shards at rest, and that ranks gather for each use."""
     note = plan.notes.get("")
-    if isinstance(note, PartsNote):
+    if isinstance(note, ShardsNote):
         return {*note.stored}
     fetched = ((path, own) for path, each in notes_of(plan) for own, axes in each.fetched() if axes)
     return {own_names(model, path)[own] for path, own in fetched}

@@ -12,7 +12,8 @@ from shardwright.mesh import Coord
 from shardwright.plan.batch_shard import BatchShard, RowMoves
 from shardwright.plan.plan import Plan
 from shardwright.plan.traffic import StepCalls, Traffic, repeated, statistics_traffic, sync_traffic
-from shardwright.strategies.tensor_parallel.features import Features, width
+from shardwright.sharding.box import width
+from shardwright.strategies.tensor_parallel.features import Features
 from shardwright.strategies.tensor_parallel.mode import Mode
 from shardwright.strategies.tensor_parallel.moves import AxisMove
 from shardwright.strategies.tensor_parallel.note import notes_of

@@ -9,9 +9,9 @@ from typing import Any
 from shardwright.plan.alike_ranks import FeatureParts, TrafficCuts
 from shardwright.plan.batch_shard import RowMoves
 from shardwright.plan.plan import Plan
-from shardwright.sharding.tensor_part import ALL
+from shardwright.sharding.tensor_shard import ALL
 from shardwright.strategies.tensor_parallel.features import Features
-from shardwright.strategies.tensor_parallel.on_parts import PartsNote
+from shardwright.strategies.tensor_parallel.on_shards import ShardsNote
 from shardwright.strategies.tensor_parallel.roles import RoleStep
 
 
@@ -24,7 +24,7 @@ def traffic_cuts(plan: Plan) -> TrafficCuts:
     features: dict[FeatureParts, None] = {}
     rows: dict[RowMoves, None] = {}
     for note in plan.notes.values():
-        for each in _parts_of(note, plan) if isinstance(note, PartsNote) else _inside(note):
+        for each in _shards_of(note, plan) if isinstance(note, ShardsNote) else _inside(note):
             if isinstance(each, FeatureParts):
                 features[each] = None
             else:
@@ -57,12 +57,12 @@ def _is_moves(value: tuple[Any, ...]) -> bool:
     return bool(value) and all(isinstance(e, tuple) and len(e) == 2 and e[0] in ("gather", "cut") for e in value)
 
 
-def _parts_of(note: PartsNote, plan: Plan) -> Iterator[FeatureParts]:
+def _shards_of(note: ShardsNote, plan: Plan) -> Iterator[FeatureParts]:
     """Yields the cut of each sharded dim of a model that runs on tensor shards; parameters' are in the plan too."""
     if note.axis is None:
         return
-    for part in note.parts.values():
-        for cut in (cut for cut in part.cuts if cut is not None):
+    for shard in note.shards.values():
+        for cut in (cut for cut in shard.cuts if cut is not None):
             ranges = tuple(
                 tuple((i, i + 1) for i, label in enumerate(cut) if label in (rank, ALL))
                 for rank in range(plan.mesh[note.axis])

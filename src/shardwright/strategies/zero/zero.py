@@ -39,6 +39,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar, Literal
 
+from shardwright.analysis.module_log import UseEvent
 from shardwright.analysis.recording import Recording
 from shardwright.analysis.structure import owners
 from shardwright.comm.axis import Axis
@@ -48,7 +49,7 @@ from shardwright.mesh import Coord
 from shardwright.plan.alike_ranks import TrafficCuts
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.option import StrategyOption
-from shardwright.plan.param_groups import ParamGroup, UseEvent, count_gathers, merge_groups
+from shardwright.plan.param_groups import ParamGroup, count_gathers, merge_groups
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import AppliedStrategy

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 
-from shardwright.plan.schedule import Action, Kind, Schedule
+from shardwright.plan.schedule import Action, ActionKind, Schedule
 
-ScheduleStep = tuple[Kind, int]  # kind and chunk of an action whose microbatch follows from the order
+ScheduleStep = tuple[ActionKind, int]  # kind and chunk of an action whose microbatch follows from the order
 
 
 def round_robin(num_stages: int, num_chunks_per_stage: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn, cast
 
 from shardwright.errors import LayoutError
-from shardwright.plan.schedule import Action, Kind, Schedule
+from shardwright.plan.schedule import Action, ActionKind, Schedule
 from shardwright.text_files import read_text
 
 MOST_BYTES = 2**22
@@ -85,22 +85,6 @@ def read_schedule(path: str | Path) -> Schedule:
     return Schedule(name, tuple(map(tuple, lists)), _stages(path, cells), num_microbatches)
 
 
-def write_schedule(schedule: Schedule, path: str | Path) -> None:
-    """Writes a pipeline schedule to a file: JSON if the name ends in ``.json``, CSV otherwise.
-
-    :func:`read_schedule` reads it again. CSV does not keep the schedule's name: the name is then that of the file,
-    without ``.csv``.
-    """
-    path = Path(path)
-    rows = [[str(action) for action in actions] for actions in schedule.actions]
-    if path.suffix.lower() == ".json":
-        body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-        text = f'{{"name": {json.dumps(schedule.name)}, "stages": [\n{body}\n]}}\n'
-    else:
-        text = "".join(",".join(row) + "\n" for row in rows)
-    path.write_text(text, encoding="utf-8")
-
-
 def _refuse(what: str, *, given: object, fix: str = _FIX, allowed: str | None = None) -> NoReturn:
     allowed = allowed or "one row for each stage, of cells like 0F3, or JSON: {'stages': [['0F0', ...], ...]}"
     raise LayoutError(what, given=given, allowed=allowed, fix=fix)
@@ -147,7 +131,7 @@ def _action(cell: str, position: _CellPosition) -> Action:
             allowed="chunk (by default the row's own), F, B, I or W, microbatch",
         )
     chunk, kind, microbatch = match.groups()
-    return Action(cast(Kind, kind), int(microbatch), position.row - 1 if chunk is None else int(chunk))
+    return Action(cast(ActionKind, kind), int(microbatch), position.row - 1 if chunk is None else int(chunk))
 
 
 def _count(what: Literal["chunk", "microbatch"], path: Path, cells: list[_Cell]) -> int:

@@ -20,10 +20,10 @@ from shardwright.models.given_loss import as_loss
 from shardwright.models.losses import CrossEntropy
 from shardwright.models.model_loss import MeanLoss, ModelLoss
 from shardwright.parallelize.planning import structural_copy
-from shardwright.sharding.tensor_part import part_of, tag
+from shardwright.sharding.tensor_shard import shard_of, tag
 from shardwright.strategies.tensor_parallel import graph_cuts
-from shardwright.strategies.tensor_parallel.on_parts import PartsNote
-from shardwright.strategies.tensor_parallel.vocabulary_on_parts import cross_entropy_on_parts, embedding_on_parts
+from shardwright.strategies.tensor_parallel.on_shards import ShardsNote
+from shardwright.strategies.tensor_parallel.vocabulary_on_shards import cross_entropy_on_shards, embedding_on_shards
 
 WIDTH, CLASSES, SAMPLES, TOKENS = 8, 22, 8, 5
 LINES = ["tp2", "tp3 dp2/zero3", "tp4/2d", "tp2x2x2/2.5d", "pp2/1f1b mb2 tp2"]
@@ -170,7 +170,7 @@ def sent(line: str, name: str) -> list[Counter]:
 def test_a_loss_on_classes_that_are_cut_is_that_of_one_device_and_sends_what_it_says(name, line):
     case = CASES.get(name, OTHER)
     plan, _ = planned(line, case)
-    assert isinstance(plan.notes[""], PartsNote)
+    assert isinstance(plan.notes[""], ShardsNote)
     cut = {each for each, at in plan.compute.items() if at.local_shape(plan.mesh.coord(0))[0] < at.shape[0]}
     assert "table.weight" in cut
     assert "head.weight" in cut or name == "tied"
@@ -329,13 +329,13 @@ def test_the_cross_entropy_of_a_part_is_torch_s(shape, options, dtype):
     expected = functional.cross_entropy(logits, targets, **options)
     expected.sum().backward()
     cut = bytes([0, 0, 0, 0, 1, 1, 1])
-    part = part_of(shape, [cut if d == dim else None for d in range(len(shape))])
+    part = shard_of(shape, [cut if d == dim else None for d in range(len(shape))])
 
     def work(world):
         held = slice(0, 4) if world.rank == 0 else slice(4, 7)
         local = logits.detach()[(slice(None),) * dim + (held,)].clone().requires_grad_()
         tag(local, part)
-        loss = cross_entropy_on_parts(world.axis("tp", [(0, 1)]), local, targets, **options)
+        loss = cross_entropy_on_shards(world.axis("tp", [(0, 1)]), local, targets, **options)
         loss.sum().backward()
         return loss.detach(), local.grad
 
@@ -353,9 +353,9 @@ def test_the_cross_entropy_of_a_part_stays_in_float32_under_autocast():
 
     def work(world):
         local = logits[:, 2 * world.rank :][:, :2].clone()
-        tag(local, part_of((1, 4), (None, bytes([0, 0, 1, 1]))))
+        tag(local, shard_of((1, 4), (None, bytes([0, 0, 1, 1]))))
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return cross_entropy_on_parts(world.axis("tp", [(0, 1)]), local, targets)
+            return cross_entropy_on_shards(world.axis("tp", [(0, 1)]), local, targets)
 
     for found in launch(work, 2, ranks="threads"):
         torch.testing.assert_close(found, expected)
@@ -368,11 +368,11 @@ def test_the_cross_entropy_of_a_part_stays_in_float32_under_autocast():
 def test_a_cross_entropy_that_needs_all_classes_is_left_to_whole_logits(why, options):
     cuts = {"interleaved": (None, bytes([0, 1, 0, 1])), "tokens": (bytes([0, 1]), None)}
     logits, targets = torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64)
-    tag(logits, part_of((2, 4), cuts.get(why, (None, bytes([0, 0, 1, 1])))))
+    tag(logits, shard_of((2, 4), cuts.get(why, (None, bytes([0, 0, 1, 1])))))
     targets = torch.zeros(2, 4) if why == "probabilities" else targets
 
     def work(world):
-        return cross_entropy_on_parts(world.axis("tp", [(0, 1)]), logits, targets, **options)
+        return cross_entropy_on_shards(world.axis("tp", [(0, 1)]), logits, targets, **options)
 
     assert launch(work, 2, ranks="threads") == [None, None]
 
@@ -384,14 +384,14 @@ def test_rows_looked_up_in_a_part_are_torch_s(options):
     tokens = torch.tensor([[0, 6, 5], [3, 4, 6]])
     expected = functional.embedding(tokens, table, **options)
     (expected * torch.arange(6).view(2, 3, 1)).sum().backward()
-    part = part_of((7, 3), [bytes([0, 0, 0, 0, 1, 1, 1]), None])
+    part = shard_of((7, 3), [bytes([0, 0, 0, 0, 1, 1, 1]), None])
 
     def work(world):
         local = table.detach()[slice(0, 4) if world.rank == 0 else slice(4, 7)].clone().requires_grad_()
         tag(local, part)
         axis = world.axis("tp", [(0, 1)])
-        assert embedding_on_parts(axis, tokens, local, max_norm=1.0) is None
-        rows = embedding_on_parts(axis, tokens, local, **options)
+        assert embedding_on_shards(axis, tokens, local, max_norm=1.0) is None
+        rows = embedding_on_shards(axis, tokens, local, **options)
         (rows * torch.arange(6).view(2, 3, 1)).sum().backward()
         return rows.detach(), local.grad
 
@@ -405,7 +405,7 @@ def test_rows_looked_up_in_a_part_are_torch_s(options):
 def test_a_small_table_is_cut_only_if_it_is_the_output_head(name, monkeypatch):
     monkeypatch.setattr(graph_cuts, "LARGE_TABLE", CLASSES)
     run = job_of("tp2", CASES[name]).graph.run
-    cut = graph_cuts.graph_cuts(CASES[name].model, run.recording, run.axes, 2).parts
+    cut = graph_cuts.graph_cuts(CASES[name].model, run.recording, run.axes, 2).shards
     assert ("table.weight" in cut) == (name == "tied")
     assert all(f"blocks.{number}.up" in cut for number in range(2))
 

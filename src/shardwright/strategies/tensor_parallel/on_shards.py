@@ -2,8 +2,8 @@
 
 Where the grid modes know only few layers of a model, its forward is recorded, and its parameters are cut along the axes
 that are found in it (``graph_cuts.py``): heads, inner features of MLPs, groups. The model's own code then runs under
-``parts_mode.py``. On a grid the axis of columns cuts these; over the other axes the samples are cut, and each weight is
-sharded between steps and all-gathered when its module runs::
+``shards_mode.py``. On a grid the axis of columns cuts these; over the other axes the samples are cut, and each weight
+is sharded between steps and all-gathered when its module runs::
 
     x --whole--> | q, k, v: columns of whole heads | --attention of these heads--> | o: rows | --sum--> y
 
@@ -52,20 +52,20 @@ from shardwright.plan.traffic import Sent, StepCalls, Traffic, statistics_traffi
 from shardwright.rng import DimSlice
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
 from shardwright.sharding.box import Ranges
-from shardwright.sharding.tensor_part import ALL, TensorPart, held, tag, tagged
+from shardwright.sharding.tensor_shard import ALL, TensorShard, held, tag, tagged
 from shardwright.strategies.tensor_parallel.graph_cuts import GraphCuts, graph_cuts
 from shardwright.strategies.tensor_parallel.mode import Mode
-from shardwright.strategies.tensor_parallel.output_parts import OutputParts, starts_of
-from shardwright.strategies.tensor_parallel.parts_frame import (
-    HeldPart,
-    PartsFrame,
+from shardwright.strategies.tensor_parallel.output_shards import OutputShards, starts_of
+from shardwright.strategies.tensor_parallel.sequence import cut_rows, is_asked
+from shardwright.strategies.tensor_parallel.shards_frame import (
+    HeldShard,
+    ShardsFrame,
     mark_fetched,
     marks_of,
-    run_on_parts,
+    run_on_shards,
     tag_all,
 )
-from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
-from shardwright.strategies.tensor_parallel.sequence import cut_rows, is_asked
+from shardwright.strategies.tensor_parallel.shards_mode import ShardsMode
 from shardwright.strategy import check_samples_apart
 
 LEAST_SHARE = 0.2
@@ -112,7 +112,7 @@ def _shares(plan: Plan) -> list[CutShare]:
 
 
 @dataclass(frozen=True)
-class StoredParts:
+class StoredShards:
     """How one weight is sharded between steps along ``dim``, over the axes that cut samples.
 
     It is all-gathered before use, as under FSDP. ``axes`` are slowest first. ``sizes[n][i][j]`` is the number of
@@ -129,10 +129,10 @@ class StoredParts:
 
 
 @dataclass(frozen=True, eq=False)
-class PartsNote:
-    """The shards (parts) of parameters and buffers on each rank, by name, of a model that runs on tensor shards.
+class ShardsNote:
+    """The shards of parameters and buffers on each rank, by name, of a model that runs on tensor shards.
 
-    ``parts`` are cut over ``axis``; ``stored`` are weights that are sharded at rest over the axes ``rows``. ``model``
+    ``shards`` are cut over ``axis``; ``stored`` are weights that are sharded at rest over the axes ``rows``. ``model``
     is the plain model on the meta device and ``loss`` its loss, from which traffic is rehearsed. ``gathered`` are
     the modules whose outputs are all-gathered at once. ``rehearsed`` caches a microbatch's collectives, for all ranks
     with the same shards and inputs.
@@ -140,15 +140,15 @@ class PartsNote:
 
     axis: str | None
     rows: tuple[str, ...]
-    parts: Mapping[str, TensorPart]
-    stored: Mapping[str, StoredParts]
+    shards: Mapping[str, TensorShard]
+    stored: Mapping[str, StoredShards]
     model: nn.Module
     loss: nn.Module
     gathered: frozenset[str] = frozenset()
     rehearsed: dict[Any, Sent] = field(default_factory=dict)
 
 
-def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | None:
+def place_on_shards(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | None:
     """Returns the plan to run the model's own forward on tensor shards, cut as its recorded operators allow, or None.
 
     It is None on one rank, if less than the share ``least`` of the parameter bytes would be cut, the forward cannot be
@@ -182,14 +182,14 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | Non
     if mode.row_axes:
         check_samples_apart(job.model, str(plan.layout.factor("tp")), job.graph)
         plan = cut_rows(plan, mode)
-    plan, parts = (plan, {}) if name is None else _cut_parts(plan, cuts.parts, name)
+    plan, shards = (plan, {}) if name is None else _cut_shards(plan, cuts.shards, name)
     own = _owners_of(job.model)
     # what is called for one sample after another is called as often as a rank has samples: nothing is gathered there
-    plan, stored = _store_parts(plan, cuts, mode, parts, own, run.parameters_by_sample)
+    plan, stored = _store_shards(plan, cuts, mode, shards, own, run.parameters_by_sample)
     if share_cut(plan) < least:
         return None
     for path, module, name_here, whole in owners(job.model):
-        if whole in parts or whole in stored:
+        if whole in shards or whole in stored:
             held = list(plan.compute[whole].local_shape(dict.fromkeys(plan.mesh.axes, 0)))
             why = f"{name_here} {list(plan.compute[whole].shape)}: {held} on the first rank"
             why += ", of which the outputs are all-gathered" if path in cuts.gathered else ""
@@ -198,8 +198,8 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | Non
             plan = plan.role(path, mode.name, "copied", f"{type(module).__name__}: every rank computes it whole")
     rows = tuple(axis.name for axis in mode.row_axes)
     plan = replace(plan, work=operator_work(plan, run.recording, run.axes, cuts.gathered))
-    note = PartsNote(name, rows, parts, stored, job.model, job.loss, cuts.gathered)
-    return plan.note("", note, by=mode.name, rung=Rung.ON_PARTS)
+    note = ShardsNote(name, rows, shards, stored, job.model, job.loss, cuts.gathered)
+    return plan.note("", note, by=mode.name, rung=Rung.ON_SHARDS)
 
 
 def _may_read_by_values(model: nn.Module, recording: Recording) -> bool:
@@ -215,22 +215,22 @@ def _may_read_by_values(model: nn.Module, recording: Recording) -> bool:
     return has_unread or any(use.kind == "parameter" for call in later for use in call.operands)
 
 
-def _cut_parts(plan: Plan, parts: Mapping[str, TensorPart], axis: str) -> tuple[Plan, dict[str, TensorPart]]:
-    """Returns the plan with parameters and buffers cut over an axis, and the parts of those that were cut."""
+def _cut_shards(plan: Plan, shards: Mapping[str, TensorShard], axis: str) -> tuple[Plan, dict[str, TensorShard]]:
+    """Returns the plan with parameters and buffers cut over an axis, and the shards of those that were cut."""
     found = {}
-    for name, part in parts.items():
-        (dim,) = (dim for dim, cut in enumerate(part.cuts) if cut is not None)
-        ranges = _ranges(part.cuts[dim] or b"", plan.mesh[axis])
+    for name, shard in shards.items():
+        (dim,) = (dim for dim, cut in enumerate(shard.cuts) if cut is not None)
+        ranges = _ranges(shard.cuts[dim] or b"", plan.mesh[axis])
         if name in plan.compute:
             plan = plan.cut(name, axis, dim, ranges)
-        elif len(part.shape) == 1:
-            plan = plan.cut_buffer(name, part.shape[0], axis, ranges)
+        elif len(shard.shape) == 1:
+            plan = plan.cut_buffer(name, shard.shape[0], axis, ranges)
         else:
             continue  # it is sliced where it is used
-        found[name] = part
+        found[name] = shard
         path = name.rpartition(".")[0]
         if path in plan.statistics and path not in plan.activations:  # its statistics are those of this rank's channels
-            plan = plan.cut_activation(path, ActivationCut(axis, 1, part.shape[0], ranges))
+            plan = plan.cut_activation(path, ActivationCut(axis, 1, shard.shape[0], ranges))
     return plan, found
 
 
@@ -261,16 +261,16 @@ def _owners_of(model: nn.Module) -> Mapping[str, set[str]]:
     return own
 
 
-def _store_parts(
-    plan: Plan, cuts: GraphCuts, mode: Mode, parts: Mapping[str, TensorPart], own: Mapping[str, set[str]],
+def _store_shards(
+    plan: Plan, cuts: GraphCuts, mode: Mode, shards: Mapping[str, TensorShard], own: Mapping[str, set[str]],
     apart: Collection[str],
-) -> tuple[Plan, dict[str, StoredParts]]:  # fmt: skip
+) -> tuple[Plan, dict[str, StoredShards]]:  # fmt: skip
     """Returns the plan with weights, except ``apart``, sharded over the axes that cut samples in their longest dim."""
     names = tuple(axis.name for axis in mode.row_axes)
     count = prod(axis.size for axis in mode.row_axes)
     found = {}
     for name, layout in plan.compute.items() if count > 1 else ():
-        taken = [dim for dim, cut in enumerate(parts[name].cuts) if cut is not None] if name in parts else []
+        taken = [dim for dim, cut in enumerate(shards[name].cuts) if cut is not None] if name in shards else []
         free = [dim for dim, size in enumerate(layout.shape) if dim not in taken and size >= count]
         if len(layout.shape) < 2 or not free or name in cuts.held or name in apart:
             continue  # every rank holds a copy, and the gradient is summed
@@ -284,48 +284,48 @@ def _store_parts(
             sizes.append(tuple(tuple(b - a for a, b in each) for each in split))
             pieces = [piece for each in split for piece in each]
         readers = cuts.readers.get(name, set()) | own[name]
-        found[name] = StoredParts(dim, names, tuple(sizes), bool(readers - own[name]), tuple(sorted(readers)))
+        found[name] = StoredShards(dim, names, tuple(sizes), bool(readers - own[name]), tuple(sorted(readers)))
     return plan, found
 
 
 # ---- on a rank
 
 
-def apply_on_parts(
-    model: nn.Module, loss: nn.Module, axes: Mapping[str, Axis], note: PartsNote, by: str,
+def apply_on_shards(
+    model: nn.Module, loss: nn.Module, axes: Mapping[str, Axis], note: ShardsNote, by: str,
     stages: EventStages | None = None, recomputed: Collection[str] = (),
-) -> PartsFrame:  # fmt: skip
+) -> ShardsFrame:  # fmt: skip
     """Wraps every module of a rank's model, and the loss, so that they run on tensor shards.
 
-    With ``stages``, pipeline stages do not call the model itself: the :class:`PartsFrame` that is returned does the
+    With ``stages``, pipeline stages do not call the model itself: the :class:`ShardsFrame` that is returned does the
     same around the calls of a stage, and modules whose code the stages run call by call are not wrapped. Blocks that
     are ``recomputed`` all-gather again what the model had gathered around them.
     """
     if note.rows:
         norms = (*batch_norms(model), *derived_batch_norms(model))
         share_statistics((norm for _, norm in norms), [axes[name] for name in note.rows], by=by)
-    mode = PartsMode(axes[note.axis]) if note.axis is not None else None
-    output = OutputParts(model, loss, mode, by, stages is not None) if mode is not None else None
-    own: dict[str, list[HeldPart]] = {}
+    mode = ShardsMode(axes[note.axis]) if note.axis is not None else None
+    output = OutputShards(model, loss, mode, by, stages is not None) if mode is not None else None
+    own: dict[str, list[HeldShard]] = {}
     for path, module, name, whole in owners(model):
-        if whole in note.parts or whole in note.stored:
+        if whole in note.shards or whole in note.stored:
             stored = note.stored.get(whole)
             fetch = partial(_fetched, stored, axes) if stored is not None else None
             readers = stored.readers if stored is not None and stored.everywhere else ()
-            held_part = HeldPart(module, "_parameters", name, note.parts.get(whole), fetch, whole)
-            own.setdefault("" if readers else path, []).append(held_part)
+            held_shard = HeldShard(module, "_parameters", name, note.shards.get(whole), fetch, whole)
+            own.setdefault("" if readers else path, []).append(held_shard)
             # a backward runs a block again without the model around it
             for block in recomputed:
                 if any(is_inside(reader, block) for reader in readers):
-                    own.setdefault(block, []).append(held_part._replace(again=True))
+                    own.setdefault(block, []).append(held_shard._replace(again=True))
     buffers = []
     for path, module in model.named_modules():
         for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
-            held_part = HeldPart(module, "_buffers", name, note.parts.get(f"{path}.{name}".lstrip(".")))
-            if held_part.part is not None:
-                own.setdefault(path, []).append(held_part)
+            held_shard = HeldShard(module, "_buffers", name, note.shards.get(f"{path}.{name}".lstrip(".")))
+            if held_shard.shard is not None:
+                own.setdefault(path, []).append(held_shard)
             if kind_of(module) not in BATCH_NORMS:  # they write to theirs in place
-                buffers.append(held_part)
+                buffers.append(held_shard)
     tags = [each for held in own.values() for each in held if each.fetch is None]
     opened = {"", *stages.opened} if stages is not None else set()
     for path, module in model.named_modules():
@@ -335,16 +335,16 @@ def apply_on_parts(
         held = [*(each for each in mine if each.fetch is not None), *tags] if path == "" else mine
         is_norm = kind_of(module) in BATCH_NORMS
         around = (
-            partial(_norm_on_parts, mode, module, held, output)
+            partial(_norm_on_shards, mode, module, held, output)
             if is_norm and mode
-            else partial(_on_parts, mode, held, path == "", output, buffers)
+            else partial(_on_shards, mode, held, path == "", output, buffers)
         )
         if path in note.gathered and mode is not None:
             around = partial(_gather_output, mode, held, output)
-        wrap(module, Rung.ON_PARTS, "its own code on parts of tensors", by=by, around=around)
+        wrap(module, Rung.ON_SHARDS, "its own code on shards of tensors", by=by, around=around)
     held = [each for mine in own.values() for each in mine]
     fetched = {name: [each for each in held if each.whole == name and not each.again] for name in note.stored}
-    return PartsFrame(
+    return ShardsFrame(
         mode,
         output,
         tags,
@@ -354,28 +354,28 @@ def apply_on_parts(
     )
 
 
-def part_of_drawn(rank: int, tensor: Tensor) -> tuple[tuple[DimSlice, ...], Callable[[Tensor], None]] | None:
+def shard_of_drawn(rank: int, tensor: Tensor) -> tuple[tuple[DimSlice, ...], Callable[[Tensor], None]] | None:
     """Returns this rank's slices of a sharded tensor, and a function that marks another tensor as the same shard.
 
     Returns None for a whole tensor. ``rank`` is this rank's index on the axis that cuts the tensor. The function is the
-    RNG tracker's ``part_of``: a rank draws random numbers for its own elements only.
+    RNG tracker's ``shard_of``: a rank draws random numbers for its own elements only.
     """
-    part = tagged(tensor)
-    if part is None:
+    shard = tagged(tensor)
+    if shard is None:
         return None
-    cuts = ((dim, cut) for dim, cut in enumerate(part.cuts) if cut is not None)
-    return tuple(DimSlice(dim, len(cut), _runs(cut, rank)) for dim, cut in cuts), lambda other: tag(other, part)
+    cuts = ((dim, cut) for dim, cut in enumerate(shard.cuts) if cut is not None)
+    return tuple(DimSlice(dim, len(cut), _runs(cut, rank)) for dim, cut in cuts), lambda other: tag(other, shard)
 
 
-def _on_parts(
-    mode: PartsMode | None, held: Sequence[HeldPart], is_model: bool, output: OutputParts | None,
-    buffers: Sequence[HeldPart], forward: Forward,
+def _on_shards(
+    mode: ShardsMode | None, held: Sequence[HeldShard], is_model: bool, output: OutputShards | None,
+    buffers: Sequence[HeldShard], forward: Forward,
 ) -> Forward:  # fmt: skip
     tags = [each for each in held if each.fetch is None]
     stored = [(each, each.fetch) for each in held if each.fetch is not None]
 
     @wraps(forward)
-    def on_parts(*args: Any, **named: Any) -> Any:
+    def on_shards(*args: Any, **named: Any) -> Any:
         tag_all(tags)
         prepare_checkpoint(marks_of)
         if not stored and not is_model and (mode is None or mode.depth):
@@ -386,9 +386,9 @@ def _on_parts(
         for each, fetch, tensor in before:
             each.store[each.name] = fetched = fetch(tensor)
             fetched._is_param = True  # what torch and code take for a parameter
-            tag(fetched, each.part)
+            tag(fetched, each.shard)
         try:
-            with run_on_parts(mode, buffers) if mode is not None and is_outermost else nullcontext():
+            with run_on_shards(mode, buffers) if mode is not None and is_outermost else nullcontext():
                 outputs = forward(*args, **named)
         finally:
             for each, _, tensor in before:
@@ -399,34 +399,36 @@ def _on_parts(
             return output.give(outputs)
         return output.give_outside(outputs) if is_outermost else outputs
 
-    return on_parts
+    return on_shards
 
 
-def _norm_on_parts(
-    mode: PartsMode, module: nn.Module, held: Sequence[HeldPart], output: OutputParts | None, forward: Forward
+def _norm_on_shards(
+    mode: ShardsMode, module: nn.Module, held: Sequence[HeldShard], output: OutputShards | None, forward: Forward
 ) -> Forward:  # fmt: skip
     """Wraps a BatchNorm to run on this rank's channels; statistics are shared only over axes that cut samples."""
-    channels = next((each.part.cuts[0] for each in held if each.part is not None), None)
+    channels = next((each.shard.cuts[0] for each in held if each.shard is not None), None)
     is_whole = not held and any(True for _ in chain(module.parameters(), module.buffers()))
 
-    def on_parts(input: Tensor) -> Tensor:
-        part = tagged(input)
-        if part is not None and is_whole:  # the recorded forward does not call it
+    def on_shards(input: Tensor) -> Tensor:
+        shard = tagged(input)
+        if shard is not None and is_whole:  # the recorded forward does not call it
             with torch._C.DisableTorchFunction():
                 input = mode.whole(input)
-        elif part is None or channels is None or part.cuts[1] != channels:
+        elif shard is None or channels is None or shard.cuts[1] != channels:
             return run(input)  # type: ignore[no-any-return]
         with torch._C.DisableTorchFunction():
             found: Tensor = forward(input)
         if not is_whole:
-            tag(found, part)
+            tag(found, shard)
         return found
 
-    run = _on_parts(mode, held, False, output, (), forward)
-    return wraps(forward)(on_parts)
+    run = _on_shards(mode, held, False, output, (), forward)
+    return wraps(forward)(on_shards)
 
 
-def _gather_output(mode: PartsMode, held: Sequence[HeldPart], output: OutputParts | None, forward: Forward) -> Forward:
+def _gather_output(
+    mode: ShardsMode, held: Sequence[HeldShard], output: OutputShards | None, forward: Forward
+) -> Forward:
     """Wraps a linear layer to compute this rank's output features and to gather those of all ranks."""
 
     def gather_output(input: Tensor) -> Tensor:
@@ -434,10 +436,10 @@ def _gather_output(mode: PartsMode, held: Sequence[HeldPart], output: OutputPart
         with torch._C.DisableTorchFunction():
             return mode.whole(features)
 
-    return _on_parts(mode, held, False, output, (), wraps(forward)(gather_output))
+    return _on_shards(mode, held, False, output, (), wraps(forward)(gather_output))
 
 
-def _fetched(stored: StoredParts, axes: Mapping[str, Axis], tensor: Tensor) -> Tensor:
+def _fetched(stored: StoredShards, axes: Mapping[str, Axis], tensor: Tensor) -> Tensor:
     """Returns the whole of a weight that is sharded at rest, all-gathered from the fastest axis on.
 
     Its gradient is reduce-scattered.
@@ -454,7 +456,7 @@ def _fetched(stored: StoredParts, axes: Mapping[str, Axis], tensor: Tensor) -> T
 # ---- traffic
 
 
-def traffic_on_parts(plan: Plan, batch: StepCalls, coord: Coord, note: PartsNote, mode: Mode) -> tuple[Traffic, ...]:
+def traffic_on_shards(plan: Plan, batch: StepCalls, coord: Coord, note: ShardsNote, mode: Mode) -> tuple[Traffic, ...]:
     """Returns one step's collectives of the rank at ``coord``: each microbatch's, then those of gradient sync.
 
     Those of a microbatch are counted in a rehearsal on meta tensors; under a pipeline ``batch.sent`` has the counts.
@@ -502,7 +504,7 @@ def _empty_part(model: nn.Module, plan: Plan, coord: Coord) -> nn.Module:
     return copied(model, memo)
 
 
-def _rehearsed(plan: Plan, note: PartsNote, coord: Coord, inputs: Any) -> Sent:
+def _rehearsed(plan: Plan, note: ShardsNote, coord: Coord, inputs: Any) -> Sent:
     """Returns how often each collective is called in one microbatch's forward and backward, on the meta device."""
     try:
         return _rehearsed_with(plan, note, coord, inputs, guess=False)
@@ -510,11 +512,11 @@ def _rehearsed(plan: Plan, note: PartsNote, coord: Coord, inputs: Any) -> Sent:
         return _rehearsed_with(plan, note, coord, inputs, guess=True)
 
 
-def _rehearsed_with(plan: Plan, note: PartsNote, coord: Coord, inputs: Any, *, guess: bool) -> Sent:
+def _rehearsed_with(plan: Plan, note: ShardsNote, coord: Coord, inputs: Any, *, guess: bool) -> Sent:
     model = _empty_part(note.model, plan, coord)
     world = fake_world(plan.mesh.rank(coord), plan.mesh.size)
     loss = copied(note.loss, {})
-    output = apply_on_parts(model, loss, world.axes(plan.mesh), note, "rehearsal", recomputed=plan.recomputed).output
+    output = apply_on_shards(model, loss, world.axes(plan.mesh), note, "rehearsal", recomputed=plan.recomputed).output
     checkpoint_activations(Job(model, model), plan)
     model.eval()
     in_step = nullcontext() if output is None else output.during(Action("F", 0))

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from tests.contract.cases import CHECKS
-from tests.contract.test_on_parts import TOKENS, WIDTH, WORDS, OwnCase
+from tests.contract.test_on_shards import TOKENS, WIDTH, WORDS, OwnCase
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
@@ -15,8 +15,8 @@ from torch.nn.utils import parametrizations
 from shardwright.comm.launch import run_on_threads
 from shardwright.mesh import Mesh
 from shardwright.models.losses import CrossEntropy
-from shardwright.sharding.tensor_part import part_of, tag
-from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
+from shardwright.sharding.tensor_shard import shard_of, tag
+from shardwright.strategies.tensor_parallel.shards_mode import ShardsMode
 from shardwright.verify import verify
 
 LINES = ["tp2", "tp3", "tp2 mb2", "dp2/zero1 tp2", "dp2/zero3 tp2", "pp2 mb2 tp2", "tp2 recompute:full"]
@@ -138,8 +138,8 @@ def test_a_norm_of_zeros_has_no_gradient_that_is_no_number(function):
 
     def work(axes):
         part = x[:, 2 * axes["tp"].index :][:, :2].clone().requires_grad_()
-        tag(part, part_of((2, 4), (None, bytes([0, 0, 1, 1]))))
-        with PartsMode(axes["tp"]):
+        tag(part, shard_of((2, 4), (None, bytes([0, 0, 1, 1]))))
+        with ShardsMode(axes["tp"]):
             found = function(part).sum()
         found.backward()
         return part.grad
@@ -164,8 +164,8 @@ def test_other_norms_of_parts_are_those_of_the_whole(function):
 
     def work(axes):
         part = x[:, 2 * axes["tp"].index :][:, :2].clone()
-        tag(part, part_of((3, 4), (None, bytes([0, 0, 1, 1]))))
-        with PartsMode(axes["tp"]) as mode:
+        tag(part, shard_of((3, 4), (None, bytes([0, 0, 1, 1]))))
+        with ShardsMode(axes["tp"]) as mode:
             found = function(part)
         return mode.whole(found)
 

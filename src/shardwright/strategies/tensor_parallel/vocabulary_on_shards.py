@@ -3,10 +3,10 @@
 ::
 
     tokens --> | some rows of the table, zeros for others | --sum--> x
-    x --> | head: rows of its weight, some classes | --> logits, a part --> | three numbers a token, gathered | --> loss
+    x --> | head: rows of its weight, some classes | --> sharded logits --> | three numbers a token, gathered | --> loss
 
 The model's own code may call ``F.cross_entropy`` with labels, or a loss beside the model with its output
-(``output_parts``). A table that is the head's weight too is cut once, for both.
+(``output_shards``). A table that is the head's weight too is cut once, for both.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from shardwright.comm.autograd import partial_to_whole
 from shardwright.comm.axis import Axis
 from shardwright.operators.vocabulary import cut_cross_entropy, cut_embedding
-from shardwright.sharding.tensor_part import held, is_in_blocks, tagged
+from shardwright.sharding.tensor_shard import held, is_in_blocks, tagged
 
 
-def cross_entropy_on_parts(
+def cross_entropy_on_shards(
     axis: Axis, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
     ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor | None:  # fmt: skip
@@ -35,13 +35,13 @@ def cross_entropy_on_parts(
     Shapes: as ``F.cross_entropy``: input (C), (N, C) or (N, C, d1, ...), target the same without the dim of classes.
     Traffic: three numbers for each token, four with label smoothing, in one all-gather; none in the backward.
     """
-    part, dim = tagged(input), 1 if input.dim() > 1 else 0
-    cut = part.cuts[dim] if part is not None else None
+    shard, dim = tagged(input), 1 if input.dim() > 1 else 0
+    cut = shard.cuts[dim] if shard is not None else None
     whole = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
     if cut is None or not whole or tagged(target) is not None or target.is_floating_point():
         return None
-    assert part is not None
-    if sum(each is not None for each in part.cuts) > 1 or not is_in_blocks(cut, axis.size):
+    assert shard is not None
+    if sum(each is not None for each in shard.cuts) > 1 or not is_in_blocks(cut, axis.size):
         return None
     narrow = input.dtype in (torch.float16, torch.bfloat16)
     logits_v = (input.float() if narrow else input).movedim(dim, -1)
@@ -55,7 +55,7 @@ def cross_entropy_on_parts(
     return loss if under_autocast else loss.to(input.dtype)
 
 
-def embedding_on_parts(
+def embedding_on_shards(
     axis: Axis, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Tensor | None:  # fmt: skip
@@ -66,12 +66,12 @@ def embedding_on_parts(
     Shapes: as ``F.embedding``: input (...), weight (V / cut, H); returns (..., H), whole.
     Traffic: one all-reduce of the result; none in the backward.
     """
-    part = tagged(weight)
-    cut = part.cuts[0] if part is not None else None
+    shard = tagged(weight)
+    cut = shard.cuts[0] if shard is not None else None
     if cut is None or max_norm is not None or scale_grad_by_freq or sparse or tagged(input) is not None:
         return None
-    assert part is not None
-    if part.cuts[1] is not None or not is_in_blocks(cut, axis.size):
+    assert shard is not None
+    if shard.cuts[1] is not None or not is_in_blocks(cut, axis.size):
         return None
     padding = padding_idx + len(cut) if padding_idx is not None and padding_idx < 0 else padding_idx
     rows = cut_embedding(input, weight, held(cut, axis.index)[0], len(cut), (), (), padding)

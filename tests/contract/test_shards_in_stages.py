@@ -1,18 +1,18 @@
-"""Models that no pattern knows run in pipeline stages on parts of their tensors, as one device would."""
+"""Models that no pattern knows run in pipeline stages on shards of their tensors, as one device would."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from tests.contract.cases import check_traffic
-from tests.contract.test_on_parts import CASES as LANGUAGE
+from tests.contract.test_on_shards import CASES as LANGUAGE
 from tests.contract.test_pipeline_of_events import CASES as OF_EVENTS
 from tests.contract.test_pipeline_of_events import check_of_events
 from torch import nn
 from torch.nn import functional
 
 import shardwright as sw
-from shardwright.strategies.tensor_parallel.on_parts import PartsNote
+from shardwright.strategies.tensor_parallel.on_shards import ShardsNote
 
 CASES = {"GroupedBlock": LANGUAGE["GroupedBlock"], "Paired": OF_EVENTS["Paired"]}
 
@@ -28,7 +28,7 @@ LINES = (
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_on_parts_in_stages_keeps_every_promise(name, line):
     plan = check_of_events(line, CASES[name])
-    assert isinstance(plan.notes.get(""), PartsNote), "the model runs on parts"
+    assert isinstance(plan.notes.get(""), ShardsNote), "the model runs on shards"
 
 
 @pytest.mark.sampled(0)

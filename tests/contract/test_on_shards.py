@@ -1,4 +1,4 @@
-"""Models that no pattern knows run on parts of their tensors, cut by what their operators do, as one device would."""
+"""Models that no pattern knows run on shards of their tensors, cut by what their operators do, as one device would."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shardwright.analysis.model_graph import ModelGraph
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy, MeanSquaredError
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, structural_copy
-from shardwright.strategies.tensor_parallel import on_parts
+from shardwright.strategies.tensor_parallel import on_shards
 from shardwright.strategies.tensor_parallel.graph_cuts import graph_cuts
-from shardwright.strategies.tensor_parallel.on_parts import PartsNote, share_cut, work_cut
+from shardwright.strategies.tensor_parallel.on_shards import ShardsNote, share_cut, work_cut
 
 WIDTH, HEADS, TOKENS, WORDS = 16, 4, 6, 23
 
@@ -179,7 +179,7 @@ LINES = (
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_of_operators_keeps_every_promise(name, line):
     plan, _ = planned(line, CASES[name])
-    assert isinstance(plan.notes.get(""), PartsNote), "the model runs on parts"
+    assert isinstance(plan.notes.get(""), ShardsNote), "the model runs on shards"
     for check in CHECKS:
         check(line, CASES[name])
 
@@ -329,9 +329,9 @@ PICTURES = {
 def test_activations_are_gathered_for_layers_that_read_a_concatenation_of_parts(name, line):
     plan, _ = planned(line, PICTURES[name])
     note = plan.notes.get("")
-    assert isinstance(note, PartsNote), "the model runs on parts"
+    assert isinstance(note, ShardsNote), "the model runs on shards"
     assert share_cut(plan) > 0.4
-    assert "all.weight" not in note.parts, "a weight that multiplies what is gathered would be gathered too"
+    assert "all.weight" not in note.shards, "a weight that multiplies what is gathered would be gathered too"
     for check in CHECKS:
         check(line, PICTURES[name])
 
@@ -393,8 +393,8 @@ def test_a_fused_layer_is_cut_by_query_heads_though_all_ranks_hold_its_key_head(
 @pytest.mark.parametrize("line", ["tp4", "dp2/zero3 tp2"])
 def test_ranks_that_hold_the_same_are_priced_by_one_rehearsal(line, monkeypatch):
     plan, strategies = planned(line, CASES["FusedBlock"])
-    rehearsed, count = on_parts._rehearsed, []
-    monkeypatch.setattr(on_parts, "_rehearsed", lambda *given: count.append(given) or rehearsed(*given))
+    rehearsed, count = on_shards._rehearsed, []
+    monkeypatch.setattr(on_shards, "_rehearsed", lambda *given: count.append(given) or rehearsed(*given))
     inputs = torch.zeros(12, TOKENS, dtype=torch.int64)
     traffic = StepTraffic(job_of(line, CASES["FusedBlock"]), plan, strategies, inputs)
     for coord in plan.mesh.coords():
@@ -424,7 +424,7 @@ def test_layers_around_an_activation_with_a_backward_of_its_own_are_cut():
     model = OwnActivation(nn.Linear(6, 8), nn.Linear(8, 6)).to("meta")
     run = ModelGraph(model, torch.empty(2, 6)).run
     cuts = graph_cuts(model, run.recording, run.axes, 2)
-    assert set(cuts.parts) == {"0.weight", "0.bias", "1.weight"}
+    assert set(cuts.shards) == {"0.weight", "0.bias", "1.weight"}
 
 
 class OwnAttention(nn.Module):
@@ -636,7 +636,7 @@ def test_a_method_that_is_checkpointed_runs_again_as_it_ran(line):
     torch.manual_seed(0)
     plans = []
     batch = torch.randn(8, 6, WIDTH), torch.randn(8, 6, WIDTH)
-    # beside blocks that are cut by their record, so that the model's own code runs on parts
+    # beside blocks that are cut by their record, so that the model's own code runs on shards
     model = nn.Sequential(ChecksMethod(), ByKeyword(), ChecksMethod(), ByKeyword())
     verdict = verify(model, line, [batch], loss=MeanSquaredError(), alter=lambda run: plans.append(run.plan))
     assert verdict.equal, str(verdict)

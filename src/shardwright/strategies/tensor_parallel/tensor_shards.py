@@ -1,7 +1,7 @@
 """Translates the cut of a tensor's dim into cuts of the dim letters (as in einsum) that make up the dim, and back.
 
 A letter is an axis of a recorded run (``analysis/run_axes.py``): a dim that a view has merged has several. A cut, as
-in ``sharding/tensor_part.py``, has a label for each index: the rank that holds it.
+in ``sharding/tensor_shard.py``, has a label for each index: the rank that holds it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from math import prod
 
 from shardwright.analysis.dim_letters import Concat, Dim, DimLetters
 from shardwright.analysis.run_axes import spread
-from shardwright.sharding.tensor_part import ALL
+from shardwright.sharding.tensor_shard import ALL
 
 
 class LetterCutError(Exception):

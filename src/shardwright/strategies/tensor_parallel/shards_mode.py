@@ -1,11 +1,11 @@
-"""Runs a user's own forward on tensor shards (parts) as if each were the whole tensor, much as on DTensors.
+"""Runs a user's own forward on tensor shards as if each were the whole tensor, much as on DTensors.
 
-Parameters are tagged with the part that a rank holds (``sharding/tensor_part.py``). Under :class:`PartsMode` every
+Parameters are tagged with the shard that a rank holds (``sharding/tensor_shard.py``). Under :class:`ShardsMode` every
 function that gets a tagged tensor runs as ``call_plans.py`` plans it, and its results are tagged; control flow, routing
 and modules that are called twice need no care. Sizes are those of the whole: ``x.shape``, ``x.size()`` and ``len(x)``
-of a part give the size of the whole tensor, so that all of the user's arithmetic with sizes is that of one device.
+of a shard give the size of the whole tensor, so that all of the user's arithmetic with sizes is that of one device.
 
-A call is planned once for each signature: the function, the parts and shapes of its tensors, its other arguments.
+A call is planned once for each signature: the function, the shards and shapes of its tensors, its other arguments.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from shardwright.comm.axis import Axis
 from shardwright.dispatch_mode import without_dispatch_modes
 from shardwright.errors import PlanError
 from shardwright.operator_schemas import writes
-from shardwright.sharding.tensor_part import ALL, TensorPart, held, tag, tagged
+from shardwright.sharding.tensor_shard import ALL, TensorShard, held, tag, tagged
 from shardwright.strategies.tensor_parallel.call_plans import (
     CallPlan,
-    NotOnPartsError,
+    NotOnShardsError,
     OperandChange,
-    PartUse,
-    WriteToPartError,
+    ShardUse,
+    WriteToShardError,
     like,
     plan_call,
 )
-from shardwright.strategies.tensor_parallel.ready_calls import ReadyCall, has_part, signature_of
-from shardwright.strategies.tensor_parallel.recurrent import recurrent_on_parts
-from shardwright.strategies.tensor_parallel.vocabulary_on_parts import cross_entropy_on_parts, embedding_on_parts
+from shardwright.strategies.tensor_parallel.ready_calls import ReadyCall, has_shard, signature_of
+from shardwright.strategies.tensor_parallel.recurrent import recurrent_on_shards
+from shardwright.strategies.tensor_parallel.vocabulary_on_shards import cross_entropy_on_shards, embedding_on_shards
 
 NUM_COPIES = 4
 """The number of tensors, those used last, whose summed gradient is shared: q, k and v layers need one all-reduce.
@@ -53,19 +53,19 @@ MOST_PLANS = 20_000
 """The number of planned calls that are cached; when it is reached the cache is emptied."""
 
 # torch's stubs declare properties of C as plain attributes
-_SIZES_OF_WHOLE: Mapping[Any, Callable[[TensorPart], Any]] = {
-    Tensor.shape.__get__: lambda part: part.shape,  # type: ignore[attr-defined]
-    Tensor.ndim.__get__: lambda part: len(part.shape),  # type: ignore[attr-defined]
-    Tensor.dim: lambda part: len(part.shape),
-    Tensor.ndimension: lambda part: len(part.shape),
-    Tensor.numel: lambda part: prod(part.shape),
-    Tensor.nelement: lambda part: prod(part.shape),
-    torch.numel: lambda part: prod(part.shape),
-    Tensor.__len__: lambda part: part.shape[0],
+_SIZES_OF_WHOLE: Mapping[Any, Callable[[TensorShard], Any]] = {
+    Tensor.shape.__get__: lambda shard: shard.shape,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__: lambda shard: len(shard.shape),  # type: ignore[attr-defined]
+    Tensor.dim: lambda shard: len(shard.shape),
+    Tensor.ndimension: lambda shard: len(shard.shape),
+    Tensor.numel: lambda shard: prod(shard.shape),
+    Tensor.nelement: lambda shard: prod(shard.shape),
+    torch.numel: lambda shard: prod(shard.shape),
+    Tensor.__len__: lambda shard: shard.shape[0],
 }
-_OF_MEMORY: Mapping[Any, Callable[[Tensor, TensorPart], Any]] = {
-    Tensor.stride: lambda x, part: like(x, part.shape).stride(),
-    Tensor.nbytes.__get__: lambda x, part: prod(part.shape) * x.element_size(),  # type: ignore[attr-defined]
+_OF_MEMORY: Mapping[Any, Callable[[Tensor, TensorShard], Any]] = {
+    Tensor.stride: lambda x, shard: like(x, shard.shape).stride(),
+    Tensor.nbytes.__get__: lambda x, shard: prod(shard.shape) * x.element_size(),  # type: ignore[attr-defined]
 }
 """Functions that ask for facts of a tensor's memory, with what is answered for a shard: those of the whole tensor.
 
@@ -86,8 +86,8 @@ _ANSWERED = frozenset((*_SIZES_OF_WHOLE, *_OF_MEMORY, Tensor.size, *_READS, *_OF
 
 
 _OF_VOCABULARY: Mapping[Any, Callable[..., Tensor | None]] = {
-    functional.cross_entropy: cross_entropy_on_parts,
-    functional.embedding: embedding_on_parts,
+    functional.cross_entropy: cross_entropy_on_shards,
+    functional.embedding: embedding_on_shards,
 }
 """Functions for which others run on shards, with sums over the ranks that hold other rows of a table, or classes."""
 
@@ -96,7 +96,7 @@ _RESHAPES_IN_PLACE = frozenset(
 )
 
 
-class PartsMode(TorchFunctionMode):
+class ShardsMode(TorchFunctionMode):
     """A torch function mode under which functions run on this rank's tensor shards and give shards as results.
 
     Where a function cannot run on shards, its tensors are all-gathered; ``gathered`` counts these calls by the
@@ -107,13 +107,13 @@ class PartsMode(TorchFunctionMode):
     >>> import torch
     >>> from shardwright.comm.launch import run_on_threads
     >>> from shardwright.mesh import Mesh
-    >>> from shardwright.sharding.tensor_part import part_of, tag
+    >>> from shardwright.sharding.tensor_shard import shard_of, tag
     >>> def work(axes):
     ...     rank, x = axes["tp"].index, torch.ones(1, 2)
     ...     up, down = torch.ones(2, 2), torch.ones(2, 2)  # of layers 2 -> 4 -> 2
-    ...     tag(up, part_of((4, 2), (bytes([0, 0, 1, 1]), None)))
-    ...     tag(down, part_of((2, 4), (None, bytes([0, 0, 1, 1]))))
-    ...     with PartsMode(axes["tp"]):
+    ...     tag(up, shard_of((4, 2), (bytes([0, 0, 1, 1]), None)))
+    ...     tag(down, shard_of((2, 4), (None, bytes([0, 0, 1, 1]))))
+    ...     with ShardsMode(axes["tp"]):
     ...         middle = torch.nn.functional.linear(x, up)
     ...         return list(middle.shape), torch.nn.functional.linear(middle, down).tolist()
     >>> run_on_threads(Mesh(tp=2), work)[1]
@@ -130,7 +130,7 @@ class PartsMode(TorchFunctionMode):
         self._gathered: list[torch.UntypedStorage] = []  # copies in this forward: what is written there is lost
         self._copies: deque[tuple[Tensor, int, Tensor]] = deque(maxlen=NUM_COPIES)
 
-    def __enter__(self) -> PartsMode:
+    def __enter__(self) -> ShardsMode:
         self.depth += 1
         super().__enter__()
         return self
@@ -144,7 +144,7 @@ class PartsMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if not has_part(args) and not (kwargs and has_part(kwargs.values())):
+        if not has_shard(args) and not (kwargs and has_shard(kwargs.values())):
             if self._gathered and writes(func):
                 self._check_write(func, args[0])
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -164,17 +164,17 @@ class PartsMode(TorchFunctionMode):
 
         Any function that is no such question runs as a call on shards.
         """
-        part = tagged(args[0]) if args and isinstance(args[0], Tensor) else None
-        if part is not None:
+        shard = tagged(args[0]) if args and isinstance(args[0], Tensor) else None
+        if shard is not None:
             size = _SIZES_OF_WHOLE.get(func)
             if size is not None:
-                return size(part)
+                return size(shard)
             if func is Tensor.size:
                 dim = args[1] if len(args) > 1 else named.get("dim")
-                return part.shape if dim is None else part.shape[dim]
+                return shard.shape if dim is None else shard.shape[dim]
             memory = _OF_MEMORY.get(func)
             if memory is not None:
-                found = memory(args[0], part)
+                found = memory(args[0], shard)
                 dim = args[1] if len(args) > 1 else named.get("dim")
                 return found if dim is None else found[dim]
         if func in _OF_PARTS:
@@ -188,7 +188,7 @@ class PartsMode(TorchFunctionMode):
 
     def _call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if func in RECURRENT:
-            return recurrent_on_parts(self, func, args, named)
+            return recurrent_on_shards(self, func, args, named)
         if func in _OF_VOCABULARY:
             found = _OF_VOCABULARY[func](self.axis, *args, **named)
             if found is not None:
@@ -241,17 +241,17 @@ class PartsMode(TorchFunctionMode):
         tensors = []
         for x in flat:
             if isinstance(x, Tensor):
-                part = tagged(x)
+                shard = tagged(x)
                 with without_dispatch_modes():  # a rehearsal's would count it as an activation
-                    made = on_meta.setdefault(id(x), like(x, x.shape if part is None else part.shape))
-                tensors.append(PartUse(made, part, x.requires_grad))
+                    made = on_meta.setdefault(id(x), like(x, x.shape if shard is None else shard.shape))
+                tensors.append(ShardUse(made, shard, x.requires_grad))
         device = next(x.device for x in flat if isinstance(x, Tensor))
         args, named = tree_unflatten([on_meta[id(x)] if isinstance(x, Tensor) else x for x in flat], spec)
         try:
             return plan_call(func, args, named, tensors, self.axis.index, device)
-        except (NotOnPartsError, ValueReadError):
+        except (NotOnShardsError, ValueReadError):
             return None
-        except WriteToPartError as name:
+        except WriteToShardError as name:
             raise _no_write(str(name)) from None
 
     def refuse_write(self, function: Any) -> PlanError:
@@ -309,23 +309,23 @@ class PartsMode(TorchFunctionMode):
             return whole_to_cut(x, self.axis, dim, [cut.count(rank) for rank in range(self.axis.size)])
         return _chosen(x, dim, held(cut, self.axis.index))
 
-    def as_part(self, x: Tensor, part: TensorPart | None) -> Tensor:
-        """Returns a tensor, or the tensor that it is a shard of, cut as ``part`` says.
+    def as_shard(self, x: Tensor, shard: TensorShard | None) -> Tensor:
+        """Returns a tensor, or the tensor that it is a shard of, cut as ``shard`` says.
 
-        It is whole where ``part`` is None or of another shape.
+        It is whole where ``shard`` is None or of another shape.
 
-        Traffic: one all-gather for each dim that is cut, unless ``x`` is cut as ``part`` is.
+        Traffic: one all-gather for each dim that is cut, unless ``x`` is cut as ``shard`` is.
         """
-        if tagged(x) == part:
+        if tagged(x) == shard:
             return x
         with torch._C.DisableTorchFunction():
             x = self.whole(x)
-            if part is None or x.shape != part.shape:
+            if shard is None or x.shape != shard.shape:
                 return x
-            for dim, cut in enumerate(part.cuts):
+            for dim, cut in enumerate(shard.cuts):
                 if cut is not None:
                     x = self._slice(x, dim, cut)
-        tag(x, part)
+        tag(x, shard)
         return x
 
     def whole(self, x: Tensor) -> Tensor:
@@ -333,8 +333,8 @@ class PartsMode(TorchFunctionMode):
 
         Traffic: one all-gather for each dim that is cut.
         """
-        part = tagged(x)
-        for dim, cut in enumerate(part.cuts if part is not None else ()):
+        shard = tagged(x)
+        for dim, cut in enumerate(shard.cuts if shard is not None else ()):
             if cut is not None:
                 x = self._gather(x, dim, cut)
         return x
@@ -342,7 +342,7 @@ class PartsMode(TorchFunctionMode):
 
 def _no_write(name: str) -> PlanError:
     return PlanError(
-        f"'{name}' writes to a tensor of which each rank holds a part, and needs the whole",
+        f"'{name}' writes to a tensor of which each rank holds a shard, and needs the whole",
         given="a tensor that tp cuts, changed in place",
         allowed="operators that compute each element alone, in place",
         fix="write x = f(x) in place of x.f_(), or leave out tp",
@@ -354,7 +354,7 @@ def _check_hook(hook: Any) -> None:
     function = getattr(hook, "func", hook)
     if not str(getattr(function, "__module__", "")).startswith("shardwright."):
         raise PlanError(
-            "a hook is registered on the gradient of a tensor of which each rank holds a part",
+            "a hook is registered on the gradient of a tensor of which each rank holds a shard",
             given=getattr(function, "__qualname__", repr(function)),
             allowed="hooks on the gradients of whole tensors, and hooks on parameters",
             fix="leave out the hook, or tp",

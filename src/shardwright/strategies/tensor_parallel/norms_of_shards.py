@@ -1,4 +1,4 @@
-"""Norms over dims that ranks hold parts of, by operators whose sums over ranks a call plan knows.
+"""Norms over dims that ranks hold shards of, by operators whose sums over ranks a call plan knows.
 
 ::
 
@@ -21,37 +21,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardwright.sharding.tensor_part import TensorPart
+from shardwright.sharding.tensor_shard import TensorShard
 
-Dims = int | Sequence[int] | None
+DimNumbers = int | Sequence[int] | None
 """The dims that a reduction goes over; None for all."""
 
 
-def norm_of_parts(function: Any, args: Any, named: Any, part: TensorPart | None) -> Any:
+def norm_of_shards(function: Any, args: Any, named: Any, shard: TensorShard | None) -> Any:
     """Returns the function to plan for a call: another one if it is a norm over dims that are cut, else ``function``.
 
-    ``part`` is the part of the call's first tensor that this rank holds, None if it is whole.
+    ``shard`` is the shard of the call's first tensor that this rank holds, None if it is whole.
     """
-    if function not in _NORMS or part is None or args[0].is_complex():
+    if function not in _NORMS or shard is None or args[0].is_complex():
         return function
-    normed, of_parts = _NORMS[function]
+    normed, of_shards = _NORMS[function]
     try:
         dims = normed(*args, **named)
     except TypeError:  # an argument that is rarely given, such as a dtype
         return function
-    return of_parts if any(part.cuts[dim] is not None for dim in dims) else function
+    return of_shards if any(shard.cuts[dim] is not None for dim in dims) else function
 
 
-def layer_norm_of_parts(
+def layer_norm_of_shards(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Returns ``functional.layer_norm`` of the same arguments, by operators that run on parts of the normalized dims.
+    """Returns ``functional.layer_norm`` of the same arguments, by operators that run on shards of the normalized dims.
 
     The mean and the mean of squared differences are sums over ranks. Like torch, it computes in float32 at least.
 
     >>> x = torch.tensor([[1.0, 2.0, 3.0, 6.0]])
-    >>> torch.allclose(layer_norm_of_parts(x, (4,)), functional.layer_norm(x, (4,)))
+    >>> torch.allclose(layer_norm_of_shards(x, (4,)), functional.layer_norm(x, (4,)))
     True
     """
     dims = [*range(-len(normalized_shape), 0)]
@@ -62,18 +62,18 @@ def layer_norm_of_parts(
     return (normed if bias is None else normed + bias).to(input.dtype)
 
 
-def weight_norm_of_parts(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+def weight_norm_of_shards(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """Returns a weight of direction ``v`` and norms ``g``, as ``torch._weight_norm`` does, where other dims are cut.
 
     >>> v, g = torch.tensor([[3.0, 4.0]]), torch.tensor([[10.0]])
-    >>> weight_norm_of_parts(v, g)
+    >>> weight_norm_of_shards(v, g)
     tensor([[6., 8.]])
     """
     return v * (g / v.square().sum(_other_dims(v, g, dim), keepdim=True).sqrt())
 
 
-def norm_over(x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
-    """Returns the 2-norm over ``dim``, all dims if it is None, by operators that run on parts; in float32 at least.
+def norm_over(x: Tensor, dim: DimNumbers, keepdim: bool = False) -> Tensor:
+    """Returns the 2-norm over ``dim``, all dims if it is None, by operators that run on shards; in float32 at least.
 
     >>> norm_over(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), 1)
     tensor([5., 0.])
@@ -83,10 +83,10 @@ def norm_over(x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
 
 
 def var_mean_over(
-    input: Tensor, dim: Dims | bool = None, unbiased: bool = True, keepdim: bool = False, *,
+    input: Tensor, dim: DimNumbers | bool = None, unbiased: bool = True, keepdim: bool = False, *,
     correction: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns ``torch.var_mean`` of the same arguments, by operators that run on parts; in float32 at least.
+    """Returns ``torch.var_mean`` of the same arguments, by operators that run on shards; in float32 at least.
 
     >>> x = torch.tensor([[1.0, 2.0, 6.0]])
     >>> [each.item() for each in var_mean_over(x, 1)], round(var_mean_over(x, correction=0)[0].item(), 2)
@@ -106,15 +106,15 @@ def _root(x: Tensor) -> Tensor:
     return x.clamp_min(torch.finfo(x.dtype).tiny).sqrt() * (x > 0)
 
 
-def _normalize(input: Tensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12) -> Tensor:
+def _normalize(input: Tensor, p: float = 2.0, dim: DimNumbers = 1, eps: float = 1e-12) -> Tensor:
     return input / norm_over(input, dim, True).clamp_min(eps)
 
 
-def _norm(input: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False) -> Tensor:
+def _norm(input: Tensor, p: Any = "fro", dim: DimNumbers = None, keepdim: bool = False) -> Tensor:
     return norm_over(input, dim, keepdim)
 
 
-def _vector_norm(x: Tensor, ord: Any = 2, dim: Dims = None, keepdim: bool = False) -> Tensor:
+def _vector_norm(x: Tensor, ord: Any = 2, dim: DimNumbers = None, keepdim: bool = False) -> Tensor:
     return norm_over(x, dim, keepdim)
 
 
@@ -131,25 +131,30 @@ def _std_mean(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:
     return _root(var), mean
 
 
-def _listed(dim: Dims, x: Tensor) -> list[int]:
+def _listed(dim: DimNumbers, x: Tensor) -> list[int]:
     """Returns the dims that a reduction goes over: all, if it names none."""
     return [*range(x.dim())] if dim is None or dim == () or dim == [] else [dim] if isinstance(dim, int) else [*dim]
 
 
-def _normalized_dims(input: Tensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12) -> list[int]:
+def _normalized_dims(input: Tensor, p: float = 2.0, dim: DimNumbers = 1, eps: float = 1e-12) -> list[int]:
     return _listed(dim, input) if p == 2 else []
 
 
-def _normed_dims(input: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False) -> list[int]:
+def _normed_dims(input: Tensor, p: Any = "fro", dim: DimNumbers = None, keepdim: bool = False) -> list[int]:
     return _listed(dim, input) if p in (2, "fro", None) else []
 
 
-def _vector_dims(x: Tensor, ord: Any = 2, dim: Dims = None, keepdim: bool = False) -> list[int]:
+def _vector_dims(x: Tensor, ord: Any = 2, dim: DimNumbers = None, keepdim: bool = False) -> list[int]:
     return _listed(dim, x) if ord == 2 else []
 
 
 def _varied_dims(
-    input: Tensor, dim: Dims | bool = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None
+    input: Tensor,
+    dim: DimNumbers | bool = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: Any = None,
 ) -> list[int]:
     return _listed(None if isinstance(dim, bool) else dim, input)
 
@@ -163,8 +168,8 @@ def _last_dims(input: Tensor, normalized_shape: Sequence[int], *_: Any, **__: An
 
 
 _NORMS: Mapping[Any, tuple[Callable[..., Iterable[int]], Callable[..., Any]]] = {
-    functional.layer_norm: (_last_dims, layer_norm_of_parts),
-    torch._weight_norm: (_other_dims, weight_norm_of_parts),
+    functional.layer_norm: (_last_dims, layer_norm_of_shards),
+    torch._weight_norm: (_other_dims, weight_norm_of_shards),
     functional.normalize: (_normalized_dims, _normalize),
     torch.linalg.vector_norm: (_vector_dims, _vector_norm),
     **dict.fromkeys((torch.norm, Tensor.norm), (_normed_dims, _norm)),
@@ -173,4 +178,4 @@ _NORMS: Mapping[Any, tuple[Callable[..., Iterable[int]], Callable[..., Any]]] = 
     torch.var_mean: (_varied_dims, var_mean_over),
     torch.std_mean: (_varied_dims, _std_mean),
 }
-"""Functions that normalize: the dims over which they go, and what computes the same where ranks hold parts of these."""
+"""Functions that normalize: the dims over which they go, and what computes the same where ranks hold shards of them."""

@@ -16,20 +16,20 @@ from torch import Size, Tensor
 ALL = 255
 """The label of an index whose elements every rank holds."""
 
-_NAME = "_shardwright_part"
+_NAME = "_shardwright_shard"
 
 
-class TensorPart:
+class TensorShard:
     """The sharding of a whole tensor over the ranks of one axis, in which a rank is its index on that axis.
 
-    Create it with :func:`part_of`, which caches it: two are equal only if they are the same object.
+    Create it with :func:`shard_of`, which caches it: two are equal only if they are the same object.
 
     Args:
         shape: the shape of the whole tensor.
         cuts: for each dim, the rank that holds each index, as bytes (``ALL`` for every rank), or None for a whole dim.
 
-    >>> part = part_of((4, 6), (None, bytes([0, 0, 1, 1, ALL, ALL])))
-    >>> part.local_shape(0), part.held(1, rank=1)
+    >>> shard = shard_of((4, 6), (None, bytes([0, 0, 1, 1, ALL, ALL])))
+    >>> shard.local_shape(0), shard.held(1, rank=1)
     ((4, 4), (2, 3, 4, 5))
     """
 
@@ -50,22 +50,24 @@ class TensorPart:
 
 
 @lru_cache(maxsize=4096)
-def _local_shape(part: TensorPart, rank: int) -> tuple[int, ...]:
-    return tuple(size if cut is None else num_held(cut, rank) for size, cut in zip(part.shape, part.cuts, strict=True))
+def _local_shape(shard: TensorShard, rank: int) -> tuple[int, ...]:
+    return tuple(
+        size if cut is None else num_held(cut, rank) for size, cut in zip(shard.shape, shard.cuts, strict=True)
+    )
 
 
 @lru_cache(maxsize=4096)
-def _part(shape: tuple[int, ...], cuts: tuple[bytes | None, ...]) -> TensorPart:
-    return TensorPart(shape, cuts)
+def _shard(shape: tuple[int, ...], cuts: tuple[bytes | None, ...]) -> TensorShard:
+    return TensorShard(shape, cuts)
 
 
-def part_of(shape: Sequence[int], cuts: Sequence[bytes | None]) -> TensorPart | None:
-    """Returns the :class:`TensorPart` of a tensor of ``shape``, or None if every dim is whole.
+def shard_of(shape: Sequence[int], cuts: Sequence[bytes | None]) -> TensorShard | None:
+    """Returns the :class:`TensorShard` of a tensor of ``shape``, or None if every dim is whole.
 
     ``cuts`` has an entry for each dim: None for a whole dim, else one byte for each index, which names the rank that
     holds it, or is ``ALL``. Equal arguments give the same object while it is cached (the last 4096 are).
     """
-    return _part(tuple(shape), tuple(cuts)) if any(cut is not None for cut in cuts) else None
+    return _shard(tuple(shape), tuple(cuts)) if any(cut is not None for cut in cuts) else None
 
 
 def num_held(cut: bytes, rank: int) -> int:
@@ -95,22 +97,22 @@ def is_in_blocks(cut: bytes, size: int) -> bool:
     return bytes(sorted(cut)) == cut and len(set(cut)) == size and ALL not in cut
 
 
-def tag(tensor: Tensor, part: TensorPart | None) -> None:
-    """Marks a local tensor as a shard of a whole tensor, cut as ``part`` says; None removes the mark."""
-    if part is not None:
-        tensor.__dict__[_NAME] = part
+def tag(tensor: Tensor, shard: TensorShard | None) -> None:
+    """Marks a local tensor as a shard of a whole tensor, cut as ``shard`` says; None removes the mark."""
+    if shard is not None:
+        tensor.__dict__[_NAME] = shard
     else:
         tensor.__dict__.pop(_NAME, None)
 
 
-def tagged(tensor: Tensor) -> TensorPart | None:
-    """Returns the :class:`TensorPart` that :func:`tag` gave a local tensor, or None for a tensor that is whole.
+def tagged(tensor: Tensor) -> TensorShard | None:
+    """Returns the :class:`TensorShard` that :func:`tag` gave a local tensor, or None for a tensor that is whole.
 
     >>> import torch
     >>> x = torch.ones(2, 3)
-    >>> tag(x, part_of((2, 6), (None, bytes([0, 0, 0, 1, 1, 1]))))
+    >>> tag(x, shard_of((2, 6), (None, bytes([0, 0, 0, 1, 1, 1]))))
     >>> tagged(x).shape, tagged(torch.ones(1))
     (torch.Size([2, 6]), None)
     """
-    found: TensorPart | None = tensor.__dict__.get(_NAME)
+    found: TensorShard | None = tensor.__dict__.get(_NAME)
     return found

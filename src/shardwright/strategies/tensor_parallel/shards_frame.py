@@ -12,15 +12,15 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from shardwright.sharding.tensor_part import TensorPart, tag, tagged
-from shardwright.strategies.tensor_parallel.output_parts import OutputParts
-from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
+from shardwright.sharding.tensor_shard import TensorShard, tag, tagged
+from shardwright.strategies.tensor_parallel.output_shards import OutputShards
+from shardwright.strategies.tensor_parallel.shards_mode import ShardsMode
 
 
-class HeldPart(NamedTuple):
-    """A module's parameter or buffer, and the shard (part) of the whole tensor that this rank computes with.
+class HeldShard(NamedTuple):
+    """A module's parameter or buffer, and the shard of the whole tensor that this rank computes with.
 
-    ``name`` is its name in the module, and ``part`` is None for a whole tensor. ``fetch`` all-gathers a parameter that
+    ``name`` is its name in the module, and ``shard`` is None for a whole tensor. ``fetch`` all-gathers a parameter that
     is sharded at rest. ``whole`` is the parameter's name in the model, empty for a buffer. With ``again`` it is fetched
     only where it is not at hand yet, as in a recomputation, which has no forward of the model around it.
     """
@@ -28,7 +28,7 @@ class HeldPart(NamedTuple):
     module: nn.Module
     kind: Literal["_parameters", "_buffers"]
     name: str
-    part: TensorPart | None
+    shard: TensorShard | None
     fetch: Callable[[Tensor], Tensor] | None = None
     whole: str = ""
     again: bool = False
@@ -49,21 +49,21 @@ _FETCHED = "_is_fetched"
 
 
 def mark_fetched(tensor: Tensor) -> Tensor:
-    """Marks a tensor as one that :attr:`HeldPart.fetch` has returned, and returns it."""
+    """Marks a tensor as one that :attr:`HeldShard.fetch` has returned, and returns it."""
     vars(tensor)[_FETCHED] = True
     return tensor
 
 
-def tag_all(parts: Sequence[HeldPart]) -> None:
-    """Marks each parameter and buffer as the shard that it is, so that ``PartsMode`` treats it as one."""
-    for each in parts:
+def tag_all(shards: Sequence[HeldShard]) -> None:
+    """Marks each parameter and buffer as the shard that it is, so that ``ShardsMode`` treats it as one."""
+    for each in shards:
         tensor = dict.get(each.store, each.name)  # to read it as an attribute would unshard its group under ZeRO-3
         if tensor is not None:
-            tag(tensor, each.part)
+            tag(tensor, each.shard)
 
 
 @contextmanager
-def run_on_parts(mode: PartsMode, buffers: Sequence[HeldPart]) -> Iterator[None]:
+def run_on_shards(mode: ShardsMode, buffers: Sequence[HeldShard]) -> Iterator[None]:
     """Returns the context of ``mode``, after which buffers that code has replaced are cut as planned, or whole.
 
     ``self.memory = state.detach()`` gives the module a shard where tensor parallelism cuts ``state``, which a
@@ -77,7 +77,7 @@ def run_on_parts(mode: PartsMode, buffers: Sequence[HeldPart]) -> Iterator[None]
     for each, tensor in zip(buffers, before, strict=True):
         now = each.store.get(each.name)
         if now is not None and now is not tensor:
-            each.store[each.name] = mode.as_part(now, each.part)
+            each.store[each.name] = mode.as_shard(now, each.shard)
 
 
 def marks_of(inputs: Sequence[Any]) -> Callable[[Sequence[Any]], None] | None:
@@ -85,18 +85,18 @@ def marks_of(inputs: Sequence[Any]) -> Callable[[Sequence[Any]], None] | None:
 
     Returns None if none of the inputs is a shard.
     """
-    parts = [tagged(each) if isinstance(each, Tensor) else None for each in inputs]
+    shards = [tagged(each) if isinstance(each, Tensor) else None for each in inputs]
 
     def mark(others: Sequence[Any]) -> None:
-        for each, part in zip(others[-len(parts) :], parts, strict=True):
-            if part is not None:
-                tag(each, part)
+        for each, shard in zip(others[-len(shards) :], shards, strict=True):
+            if shard is not None:
+                tag(each, shard)
 
-    return mark if any(part is not None for part in parts) else None
+    return mark if any(shard is not None for shard in shards) else None
 
 
 @dataclass(frozen=True, eq=False)
-class PartsFrame:
+class ShardsFrame:
     """The context in which a pipeline stage runs chunks of a model on tensor shards (a ``ForwardFrame``).
 
     ``mode`` and ``output`` are None if only samples are cut. ``tags`` are the tensors to mark as shards; ``stored`` the
@@ -104,12 +104,12 @@ class PartsFrame:
     own; ``buffers`` those that code may replace.
     """
 
-    mode: PartsMode | None
-    output: OutputParts | None
-    tags: Sequence[HeldPart]
-    stored: Mapping[str, Sequence[HeldPart]]
+    mode: ShardsMode | None
+    output: OutputShards | None
+    tags: Sequence[HeldShard]
+    stored: Mapping[str, Sequence[HeldShard]]
     everywhere: frozenset[str]
-    buffers: Sequence[HeldPart]
+    buffers: Sequence[HeldShard]
 
     def within(self, inputs: Any) -> AbstractContextManager[Any]:
         """Returns a context that yields the model's inputs unchanged: they are whole."""
@@ -129,21 +129,21 @@ class PartsFrame:
         fetched, before = {}, []
         for name in sorted(self.stored.keys() & {*read, *(self.everywhere.intersection(used))}):
             first = self.stored[name][0]
-            assert first.fetch is not None, "it is stored in parts"
+            assert first.fetch is not None, "it is stored in shards"
             fetched[name] = first.fetch(first.store[first.name])
-            tag(fetched[name], first.part)
+            tag(fetched[name], first.shard)
             before += [(each.store, each.name, dict.get(each.store, each.name)) for each in self.stored[name]]
             for each in self.stored[name]:
                 dict.__setitem__(each.store, each.name, fetched[name])
         try:
-            with nullcontext() if self.mode is None else run_on_parts(self.mode, self.buffers):
+            with nullcontext() if self.mode is None else run_on_shards(self.mode, self.buffers):
                 yield fetched
         finally:
             for store, own, tensor in before:
                 dict.__setitem__(store, own, tensor)
 
     def give(self, output: Any) -> Any:
-        """Returns the model's output as the loss takes it (:meth:`OutputParts.give`), with the traffic of that."""
+        """Returns the model's output as the loss takes it (:meth:`OutputShards.give`), with the traffic of that."""
         return output if self.output is None else self.output.give(output)
 
     def repeat(self, path: str, times: int, total: int) -> None:

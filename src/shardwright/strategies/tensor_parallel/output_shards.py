@@ -1,7 +1,7 @@
-"""Keeps the output of a model on tensor shards (parts) in shards, from the output head to the loss.
+"""Keeps the output of a model on tensor shards in shards, from the output head to the loss.
 
 Where the classes of the logits are cut, the loss needs three numbers of each token from every rank
-(``vocabulary_on_parts``), and no logits: of a vocabulary of 128,000 tokens those of one token take half a megabyte on
+(``vocabulary_on_shards``), and no logits: of a vocabulary of 128,000 tokens those of one token take half a megabyte on
 every rank, and their gradient as much again.
 """
 
@@ -29,14 +29,14 @@ from shardwright.forward_stack import Forward, Rung, rename, wrap
 from shardwright.models.model_loss import ModelLoss
 from shardwright.operator_schemas import writes
 from shardwright.plan.schedule import Action
-from shardwright.sharding.tensor_part import TensorPart, tagged
-from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
+from shardwright.sharding.tensor_shard import TensorShard, tagged
+from shardwright.strategies.tensor_parallel.shards_mode import ShardsMode
 
-OWN_CODE = "its own code on parts of tensors"
-"""What ``run.explain`` says of a loss whose code gets parts of the logits."""
+OWN_CODE = "its own code on shards of tensors"
+"""What ``run.explain`` says of a loss whose code gets shards of the logits."""
 
 
-class OutputParts:
+class OutputShards:
     """Decides whether a model on tensor shards returns its output as shards or whole, and runs the loss on shards.
 
     It returns shards in a forward with gradients of a training step, if the model computes the loss itself, or if the
@@ -48,13 +48,13 @@ class OutputParts:
     :meth:`during` says which are.
     """
 
-    def __init__(self, model: nn.Module, loss: nn.Module, mode: PartsMode, by: str, in_step: bool = False) -> None:
+    def __init__(self, model: nn.Module, loss: nn.Module, mode: ShardsMode, by: str, in_step: bool = False) -> None:
         self.model, self.loss, self.mode, self._in_step = model, loss, mode, in_step
         self._last = True  # whether the last output stayed in shards
         self._taken: dict[tuple[tuple[bytes | None, ...], ...], bool] = {}  # by the cuts, whatever the other sizes
         if not isinstance(loss, ModelLoss):
             self._on_meta = meta_copy(loss)  # a call of it changes no state of the loss
-            wrap(loss, Rung.ON_PARTS, OWN_CODE, by=by, around=partial(_on_parts, mode))
+            wrap(loss, Rung.ON_SHARDS, OWN_CODE, by=by, around=partial(_on_shards, mode))
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
@@ -70,7 +70,7 @@ class OutputParts:
 
         Traffic: one all-gather for each dim that is cut; none if the output stays in shards.
         """
-        if self._in_step and torch.is_grad_enabled() and self._takes_parts(output):
+        if self._in_step and torch.is_grad_enabled() and self._takes_shards(output):
             return output
         return tree_map_only(Tensor, self.mode.whole, output)
 
@@ -78,22 +78,22 @@ class OutputParts:
         """Returns the output of a module that code outside of the model's forward has called: whole outside of a step.
 
         So a ``generate`` that calls an inner module gets what one device gives. In a step it is a recomputation in the
-        backward, which runs on parts as the forward did.
+        backward, which runs on shards as the forward did.
 
         Traffic: as :meth:`give`.
         """
         return output if self._in_step else tree_map_only(Tensor, self.mode.whole, output)
 
-    def _takes_parts(self, output: Any) -> bool:
-        parts = _parts_of(output)
-        if not parts:
+    def _takes_shards(self, output: Any) -> bool:
+        shards = _shards_of(output)
+        if not shards:
             return False
         # a user's hook would get shards, or results without marks
         if _has_any_global_hook() or has_hooks_of_user(self.model) or has_hooks_of_user(self.loss):
-            return self._told(False, "a hook of the model, the loss or all modules would see parts")
-        key = tuple(part.cuts for part in parts)
+            return self._told(False, "a hook of the model, the loss or all modules would see shards")
+        key = tuple(shard.cuts for shard in shards)
         if key not in self._taken:
-            self._taken[key] = isinstance(self.loss, ModelLoss) or _takes_classes(self._on_meta, output, parts)
+            self._taken[key] = isinstance(self.loss, ModelLoss) or _takes_classes(self._on_meta, output, shards)
         return self._told(self._taken[key], "the loss is not F.cross_entropy on the logits alone")
 
     def _told(self, takes: bool, why: str) -> bool:
@@ -101,7 +101,7 @@ class OutputParts:
         if takes != self._last:
             self._last = takes
             rename(
-                self.loss, Rung.ON_PARTS, OWN_CODE if takes else f"its own code on the whole output, gathered: {why}"
+                self.loss, Rung.ON_SHARDS, OWN_CODE if takes else f"its own code on the whole output, gathered: {why}"
             )
         return takes
 
@@ -111,34 +111,34 @@ def starts_of(loss: nn.Module, output: Any) -> list[Tensor]:
 
     ``output`` is what the model gives in a step, on the meta device.
     """
-    parts = _parts_of(output)
-    if parts and not isinstance(loss, ModelLoss):
-        output = loss(output, _class_targets(parts[0]))[0]
+    shards = _shards_of(output)
+    if shards and not isinstance(loss, ModelLoss):
+        output = loss(output, _class_targets(shards[0]))[0]
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def _class_targets(logits: TensorPart) -> Tensor:
+def _class_targets(logits: TensorShard) -> Tensor:
     """Returns class targets on the meta device for logits cut by classes: the shape is that without their dim."""
     shape = [size for size, cut in zip(logits.shape, logits.cuts, strict=True) if cut is None]
     return torch.zeros(shape, dtype=torch.int64, device="meta")
 
 
-def _parts_of(output: Any) -> list[TensorPart]:
+def _shards_of(output: Any) -> list[TensorShard]:
     found = (tagged(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-    return [part for part in found if part is not None]
+    return [shard for shard in found if shard is not None]
 
 
-def _on_parts(mode: PartsMode, forward: Forward) -> Forward:
+def _on_shards(mode: ShardsMode, forward: Forward) -> Forward:
     """Wraps a loss to run on tensor shards, if the output that it gets has any."""
 
     @wraps(forward)
-    def on_parts(output: Any, targets: Any) -> Any:
-        if not _parts_of(output):
+    def on_shards(output: Any, targets: Any) -> Any:
+        if not _shards_of(output):
             return forward(output, targets)
         with mode:
             return tree_map_only(Tensor, mode.whole, forward(output, targets))
 
-    return on_parts
+    return on_shards
 
 
 class _LossCalls(TorchFunctionMode):
@@ -172,24 +172,24 @@ _OF_VALUES = frozenset((functional.mse_loss, functional.l1_loss, functional.smoo
 _NEEDS_WHOLE = frozenset((Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad))
 
 
-def _takes_classes(loss: nn.Module, output: Any, parts: list[TensorPart]) -> bool:
-    """Returns whether a loss calls ``F.cross_entropy`` on the only output of which ranks hold parts, cut by classes.
+def _takes_classes(loss: nn.Module, output: Any, shards: list[TensorShard]) -> bool:
+    """Returns whether a loss calls ``F.cross_entropy`` on the only output of which ranks hold shards, cut by classes.
 
     ``loss`` is a copy on the meta device.
     """
-    (logits, *others) = parts
+    (logits, *others) = shards
     cut = [size for size, cut in zip(logits.shape, logits.cuts, strict=True) if cut is not None]
     if others or len(cut) > 1:
         return False
 
     def as_meta(x: Tensor) -> Tensor:
-        part = tagged(x)
-        made = torch.empty(x.shape if part is None else part.shape, dtype=x.dtype, device="meta")
+        shard = tagged(x)
+        made = torch.empty(x.shape if shard is None else shard.shape, dtype=x.dtype, device="meta")
         return made.requires_grad_(x.requires_grad).view_as(made)  # no leaf, as an output is none: code may write to it
 
     seen = _LossCalls(cut[0])
     try:
-        # a rehearsal's modes count what a step holds and does, of which this trial is no part
+        # a rehearsal's modes count what a step holds and does, of which this trial is no shard
         with torch.enable_grad(), without_dispatch_modes(), on_meta(loss, guess=False):
             output = tree_map_only(Tensor, as_meta, output)
             with seen:

@@ -1,4 +1,4 @@
-"""A function on parts of its tensors gives what it gives on the whole: results, sizes and every gradient."""
+"""A function on shards of its tensors gives what it gives on the whole: results, sizes and every gradient."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shardwright.layout import Layout
 from shardwright.mesh import Mesh
 from shardwright.models import CrossEntropy, MeanSquaredError
 from shardwright.parallelize.planning import job_for, make_plan
-from shardwright.sharding.tensor_part import ALL, part_of, tag, tagged
+from shardwright.sharding.tensor_shard import ALL, shard_of, tag, tagged
 from shardwright.strategies.tensor_parallel.call_plans import Slot
-from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
 from shardwright.strategies.tensor_parallel.ready_calls import filling, signature_of
+from shardwright.strategies.tensor_parallel.shards_mode import ShardsMode
 
 X = (4, 6, 8)
 
@@ -118,15 +118,15 @@ def mine(whole, part, rank):
     return whole
 
 
-def on_parts(axes, function, cuts):
+def on_shards(axes, function, cuts):
     """The whole result, the shape that the code sees of it, and this rank's gradients."""
     axis, leaves = axes["tp"], []
     for number, whole in enumerate(given()):
-        part = part_of(whole.shape, cuts[number]) if number in cuts else None
+        part = shard_of(whole.shape, cuts[number]) if number in cuts else None
         leaf = mine(whole, part, axis.index).clone().requires_grad_()
         tag(leaf, part)
         leaves.append((leaf, part))
-    mode = PartsMode(axis)
+    mode = ShardsMode(axis)
     with mode:
         result = function(*(leaf for leaf, _ in leaves))
         seen = tuple(result.shape)
@@ -145,7 +145,7 @@ def test_a_function_on_parts_gives_what_it_gives_on_the_whole(name, cut):
     expected = CASES[name](*leaves)
     (expected * torch.arange(expected.numel(), dtype=expected.dtype).view(expected.shape)).sum().backward()
     for rank, (found, seen, gradients) in enumerate(
-        run_on_threads(Mesh(tp=2), partial(on_parts, function=CASES[name], cuts=CUTS[cut]))
+        run_on_threads(Mesh(tp=2), partial(on_shards, function=CASES[name], cuts=CUTS[cut]))
     ):
         assert seen == tuple(expected.shape)
         torch.testing.assert_close(found, expected.detach())
@@ -165,21 +165,21 @@ def grouped(x, w):
 def test_products_of_groups_on_parts_give_what_they_give_on_the_whole_in_float32(cut):
     x, w, *_ = given()
     function = lambda x, w, b, t: grouped(x.float(), w.float()).double()  # noqa: E731
-    found = run_on_threads(Mesh(tp=2), partial(on_parts, function=function, cuts=CUTS[cut]))
+    found = run_on_threads(Mesh(tp=2), partial(on_shards, function=function, cuts=CUTS[cut]))
     for result, seen, _ in found:
         assert seen == X
         torch.testing.assert_close(result, grouped(x.float(), w.float()).double(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("write", [lambda view: view.add_(1), lambda view: view.mul_(2.0)])
-def test_a_write_to_a_view_of_a_gathered_part_is_refused(write):
+def test_a_write_to_a_view_of_a_gathered_shard_is_refused(write):
     def work(axes):
         x = torch.ones(2, 2)
-        tag(x, part_of((2, 4), (None, bytes([0, 0, 1, 1]))))
-        with PartsMode(axes["tp"]):
-            write(x[:, ::3])  # every third feature: no rank has them by its part alone
+        tag(x, shard_of((2, 4), (None, bytes([0, 0, 1, 1]))))
+        with ShardsMode(axes["tp"]):
+            write(x[:, ::3])  # every third feature: no rank has them by its shard alone
 
-    with pytest.raises((PlanError, RankFailedError), match="writes to a tensor of which each rank holds a part"):
+    with pytest.raises((PlanError, RankFailedError), match="writes to a tensor of which each rank holds a shard"):
         run_on_threads(Mesh(tp=2), work)
 
 
@@ -187,19 +187,19 @@ def test_a_write_to_a_view_of_a_gathered_part_is_refused(write):
 def test_a_write_to_one_element_of_a_dim_that_is_cut_is_refused(place):
     def work(axes):
         x = torch.ones(2, 2)
-        tag(x, part_of((2, 4), (None, bytes([0, 0, 1, 1]))))
-        with PartsMode(axes["tp"]):
+        tag(x, shard_of((2, 4), (None, bytes([0, 0, 1, 1]))))
+        with ShardsMode(axes["tp"]):
             x[place] = 5.0
 
-    with pytest.raises((PlanError, RankFailedError), match="writes to a tensor of which each rank holds a part"):
+    with pytest.raises((PlanError, RankFailedError), match="writes to a tensor of which each rank holds a shard"):
         run_on_threads(Mesh(tp=2), work)
 
 
 def test_a_users_hook_on_the_gradient_of_a_part_is_refused():
     def work(axes):
         x = torch.ones(2, 2, requires_grad=True)
-        tag(x, part_of((2, 4), (None, bytes([0, 0, 1, 1]))))
-        with PartsMode(axes["tp"]):
+        tag(x, shard_of((2, 4), (None, bytes([0, 0, 1, 1]))))
+        with ShardsMode(axes["tp"]):
             (x * 2).register_hook(lambda gradient: gradient / gradient.norm())
 
     with pytest.raises((PlanError, RankFailedError), match="a hook is registered on the gradient"):
@@ -208,8 +208,8 @@ def test_a_users_hook_on_the_gradient_of_a_part_is_refused():
 
 def test_a_repeated_call_is_not_planned_again():
     def work(axes):
-        mode, x = PartsMode(axes["tp"]), torch.ones(2, 2)
-        tag(x, part_of((2, 4), (None, bytes([0, 0, 1, 1]))))
+        mode, x = ShardsMode(axes["tp"]), torch.ones(2, 2)
+        tag(x, shard_of((2, 4), (None, bytes([0, 0, 1, 1]))))
         with mode:
             for _ in range(3):
                 torch.relu(x * 2)
@@ -236,8 +236,8 @@ def test_the_gradient_of_what_every_rank_holds_is_not_added_up():
 
     def work(axes):
         x = torch.ones(2, 5, dtype=torch.float64, requires_grad=True)
-        tag(x, part_of((2, 8), (None, cut)))
-        with PartsMode(axes["tp"]):
+        tag(x, shard_of((2, 8), (None, cut)))
+        with ShardsMode(axes["tp"]):
             own, common = x.split([6, 2], dim=-1)
             (own.sum() + common.pow(2).sum()).backward()
         return x.grad.tolist()[0]
@@ -247,12 +247,12 @@ def test_the_gradient_of_what_every_rank_holds_is_not_added_up():
 
 def test_a_call_that_sends_nothing_and_names_no_size_runs_as_it_is():
     def work(axes):
-        part = part_of((4, 8), (None, HALVES))
+        part = shard_of((4, 8), (None, HALVES))
         x, table, w = torch.ones(4, 4, requires_grad=True), torch.ones(8), torch.ones(8, 4)
         tag(x, part)
-        tag(w, part_of((8, 8), (None, HALVES)))
+        tag(w, shard_of((8, 8), (None, HALVES)))
         found = {}
-        with (mode := PartsMode(axes["tp"])):
+        with (mode := ShardsMode(axes["tp"])):
             for name, call in calls.items():
                 before = set(mode._plans)
                 call(x, table, w)
@@ -278,11 +278,11 @@ def test_a_call_that_sends_nothing_and_names_no_size_runs_as_it_is():
 def test_a_whole_operand_is_copied_where_it_learns_and_only_there():
     def work(axes):
         x = torch.ones(4, 4, requires_grad=True)
-        tag(x, part_of((8, 4), (HALVES, None)))
+        tag(x, shard_of((8, 4), (HALVES, None)))
         counts = []
         for learns in (False, True):
             scale = torch.ones(4, requires_grad=learns)
-            with PartsMode(axes["tp"]) as mode:
+            with ShardsMode(axes["tp"]) as mode:
                 (x * scale).sum().backward()
             counts.append((next(plan.runs_as_is for plan in mode._plans.values()), scale.grad))
         return counts
@@ -296,9 +296,9 @@ def test_a_gradient_that_another_operator_has_too_is_not_summed_in_place():
     def work(axes):
         x, w, other = (torch.ones(1, 3, requires_grad=True) for _ in range(3))
         for each in (w, other):
-            tag(each, part_of((2, 3), (bytes([0, 1]), None)))
+            tag(each, shard_of((2, 3), (bytes([0, 1]), None)))
         y = x * 1
-        with PartsMode(axes["tp"]):
+        with ShardsMode(axes["tp"]):
             functional.linear(y, w)  # its gradient of y would be a new tensor, and the loss has none of it
             (y + other).sum().backward()
         return x.grad.tolist(), other.grad.tolist()
@@ -340,7 +340,7 @@ class TokenModel(nn.Module):
 
 GATHERED = {
     "classes alone": (
-        "own code on parts of tensors",
+        "own code on shards of tensors",
         False,
         lambda o, t: functional.cross_entropy(o, t, reduction="sum"),
     ),
