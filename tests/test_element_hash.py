@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright import element_hash
 from shardwright.element_hash import HeldDim, random_bits
+from shardwright.keyed_dropout import dropout_mask
 from shardwright.ledger.tracking import Tracker
-from shardwright.rng import RngTracker, dropout_mask, least_kept
+from shardwright.rng import RngTracker, least_kept
 
 SHAPE = (2, 128, 1024)
 LIMIT = 5

@@ -13,9 +13,10 @@ from shardwright import Layout, forward_stack
 from shardwright.analysis.structure import runs_as
 from shardwright.errors import LayoutError, PlanError
 from shardwright.forward_stack import SEVERAL, Rung, record, set_forward, stack_of, wrap
+from shardwright.keyed_dropout import key_dropout
 from shardwright.parallelize.planning import make_plan
 from shardwright.plan.plan import Job
-from shardwright.rng import RngTracker, key_dropout
+from shardwright.rng import RngTracker
 from shardwright.strategies import choose
 
 HOOKS = ["UNSHARD", "GATHER", "FRAME"]

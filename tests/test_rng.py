@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from shardwright import element_hash
 from shardwright.comm.launch import launch
 from shardwright.errors import PlanError
+from shardwright.keyed_dropout import dropout_mask, key_dropout
 from shardwright.layout import Layout
 from shardwright.parallelize import parallelize
-from shardwright.rng import DimSlice, RngTracker, dropout_mask, key_dropout
+from shardwright.rng import DimSlice, RngTracker
 
 # ---- the hash once more, in numpy, from its published form
 

@@ -22,7 +22,7 @@ from contract import test_draws as draws
 from contract.cases import CONVNET, Case, Pictures, lays_out, planned, planned_once
 from contract.test_on_shards import CASES as OF_OPERATORS
 from contract.test_pipeline_of_events import CASES as OF_EVENTS
-from shardwright import rng
+from shardwright import keyed_dropout
 from shardwright.comm.launch import run_threads
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy, GPTConfig
@@ -220,13 +220,13 @@ def test_activations_that_go_to_disk_are_written_and_read_by_the_host(accelerato
 
 
 def test_dropout_makes_masks_in_the_steps_that_are_counted(accelerator, monkeypatch):
-    rates, make = Counter(), rng.dropout_mask
+    rates, make = Counter(), keyed_dropout.dropout_mask
 
     def counted(*args, **named):
         rates[threading.current_thread().name] += 1
         return make(*args, **named)
 
-    monkeypatch.setattr(rng, "dropout_mask", counted)
+    monkeypatch.setattr(keyed_dropout, "dropout_mask", counted)
     assert stops_of(accelerator, "dp2") == {}
     masks = 1 + 3 * CONFIG.num_layers  # of the embedding; of weights of attention, after it, and after the MLP
     assert list(rates.values()) == [masks * (2 + NUM_STEPS)] * 2

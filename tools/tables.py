@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
+from shardwright.initial_values import without_values
 from shardwright.layout import Layout
 from shardwright.models import GPT, CrossEntropy, GPTConfig
 from shardwright.plan.plan import Job
 from shardwright.report.description import describe
 from shardwright.report.show import show_text
-from shardwright.rng import without_values
 from shardwright.strategies import STRATEGIES
 from shardwright.strategy import Strategy
 

@@ -18,8 +18,9 @@ import torch
 from torch.nn import functional
 
 import shardwright as sw
+from shardwright.keyed_dropout import dropout_mask
 from shardwright.models.gpt import GPT, GPTConfig
-from shardwright.rng import RngTracker, dropout_mask
+from shardwright.rng import RngTracker
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import machine, options_of, sized, write

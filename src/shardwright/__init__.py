@@ -17,6 +17,7 @@ with collection_paused():
     from shardwright.comm.axis import Axis
     from shardwright.comm.launch import launch, run_on_threads
     from shardwright.comm.world import World
+    from shardwright.initial_values import without_values
     from shardwright.layout import Layout
     from shardwright.mesh import Mesh
     from shardwright.models.losses import CrossEntropy, MeanSquaredError
@@ -24,7 +25,6 @@ with collection_paused():
     from shardwright.parallelize import parallelize
     from shardwright.parallelize.layer_alone import layer_alone
     from shardwright.parallelize.run import Run
-    from shardwright.rng import without_values
     from shardwright.tensor_store import TensorStore, provide_tensor_store
     from shardwright.verify import verify
     from shardwright.verify.verdict import Verdict

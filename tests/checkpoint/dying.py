@@ -24,8 +24,8 @@ from shardwright.checkpoint.manifest import find
 from shardwright.checkpoint.saving import save
 from shardwright.comm.launch import launch
 from shardwright.errors import CheckpointError
+from shardwright.initial_values import without_values
 from shardwright.parallelize import parallelize
-from shardwright.rng import without_values
 
 torch.set_num_threads(1)
 KILLED, REFUSED = 9, 7

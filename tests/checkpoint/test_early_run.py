@@ -16,10 +16,10 @@ from checkpoint.runs import held, whole
 from shardwright.checkpoint.loading import load
 from shardwright.cli.main import app
 from shardwright.comm.launch import launch
+from shardwright.initial_values import without_values
 from shardwright.layout import Layout
 from shardwright.parallelize import parallelize
 from shardwright.plan.plan import Job
-from shardwright.rng import without_values
 from shardwright.train.config import TrainConfig
 from shardwright.train.loop import train
 from shardwright.train.progress import read_metrics

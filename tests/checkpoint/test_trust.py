@@ -24,8 +24,8 @@ from shardwright.checkpoint.optimizer_trial import check_options
 from shardwright.checkpoint.saving import save
 from shardwright.comm.launch import launch
 from shardwright.errors import CheckpointError
+from shardwright.initial_values import without_values
 from shardwright.parallelize import parallelize
-from shardwright.rng import without_values
 from shardwright.weights import stores
 from shardwright.weights.saving import save_weights
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from shardwright.errors import PlanError
+from shardwright.initial_values import without_values
 from shardwright.models import MODELS, GPTConfig, build, configure, entry_of, read_config
 from shardwright.models.settings import parse_value
-from shardwright.rng import without_values
 
 
 @pytest.mark.parametrize("name", MODELS)

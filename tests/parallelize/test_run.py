@@ -19,6 +19,7 @@ from shardwright.analysis.module_calls import call_model
 from shardwright.checkpoint.saving import save
 from shardwright.comm.launch import launch
 from shardwright.errors import LayoutError, PlanError
+from shardwright.keyed_dropout import key_dropout
 from shardwright.layout import Layout
 from shardwright.models import GPT, CrossEntropy, GPTConfig, MLPConfig, build_mlp
 from shardwright.parallelize import parallelize
@@ -27,7 +28,7 @@ from shardwright.parallelize.optimizer_check import _trial, is_elementwise
 from shardwright.parallelize.planning import make_plan, structural_copy
 from shardwright.plan.batch_shard import microbatch_samples
 from shardwright.plan.plan import Job
-from shardwright.rng import RngTracker, key_dropout
+from shardwright.rng import RngTracker
 from shardwright.sharding.box import cut
 from shardwright.weights.saving import save_weights
 

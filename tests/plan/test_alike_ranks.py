@@ -11,11 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis.strategies import integers, sampled_from
 
 from shardwright.errors import LayoutError, PlanError
+from shardwright.initial_values import without_values
 from shardwright.layout import Layout
 from shardwright.models import MODELS
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan
 from shardwright.plan.alike_ranks import AlikeRanks
-from shardwright.rng import without_values
 
 STAGES = ("", "pp2 mb2", "pp3/1f1b mb3", "pp2/1f1b/scatter mb2", "mb3")
 COPIES = ("", "dp2", "dp3", "dp3/zero1", "dp2/zero3", "dp2x2")

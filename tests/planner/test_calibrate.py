@@ -22,6 +22,7 @@ from shardwright.cost.cluster import Cluster
 from shardwright.cost.constants import Constants
 from shardwright.cost.device import profile
 from shardwright.errors import PlanError
+from shardwright.initial_values import without_values
 from shardwright.layout import Layout
 from shardwright.models import MODELS
 from shardwright.models.losses import CrossEntropy
@@ -36,7 +37,6 @@ from shardwright.planner.measuring import CalibrationJob, LinkTiming, StepTime
 from shardwright.planner.plans import plan_layouts
 from shardwright.planner.predicted import predict_step
 from shardwright.planner.stopwatch import Stopwatch, Timing
-from shardwright.rng import without_values
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,6 +17,7 @@ from shardwright.cli.main import app
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.operators import MESSAGE_STARTS, OperatorRecord
 from shardwright.errors import LayoutError, PlanError
+from shardwright.initial_values import without_values
 from shardwright.layout import Layout
 from shardwright.ledger import predict_memory
 from shardwright.models import MODELS
@@ -33,7 +34,6 @@ from shardwright.planner.plans import plan_layouts
 from shardwright.planner.price import Pricing, traffic_by_stage
 from shardwright.planner.records import record_layout
 from shardwright.planner.rehearse import MessageRecord, operator_record
-from shardwright.rng import without_values
 
 CLUSTER = {1: "a100-80gb:1x1", 2: "a100-80gb:1x2", 4: "a100-80gb:1x4", 8: "a100-80gb:2x4"}
 

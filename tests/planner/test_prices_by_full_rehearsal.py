@@ -11,13 +11,13 @@ from torch import nn
 
 from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError
+from shardwright.initial_values import without_values
 from shardwright.layout import Layout
 from shardwright.models import GPT, CrossEntropy, GPTConfig, MLPConfig, build_mlp
 from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.planning import job_for
 from shardwright.planner.price import Pricing
 from shardwright.planner.records import record_layout
-from shardwright.rng import without_values
 
 STAGES = ("", "pp2/gpipe", "pp2/1f1b", "pp2/zb-h1", "pp3/1f1b", "pp2/interleaved:v2", "pp2/zb-v")
 COPIES = ("", "dp2", "dp2/zero1", "dp2/zero2", "dp2/zero3")

@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 import torch
 
+from shardwright.initial_values import without_values
 from shardwright.layout import Layout
 from shardwright.ledger.tracking import KINDS
 from shardwright.models import GPT, GPTConfig
@@ -17,7 +18,6 @@ from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.planning import job_for
 from shardwright.planner.memory import pass_memory
 from shardwright.planner.records import record_layout
-from shardwright.rng import without_values
 
 RANKS = (1, 4, 16, 64, 256, 1024)
 CELLS = {  # gigabytes of a rank with so many data-parallel ranks, by stage and billions of parameters

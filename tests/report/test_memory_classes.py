@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardwright.initial_values import without_values
 from shardwright.layout import Layout
 from shardwright.ledger.account import predict_memory
 from shardwright.models import GPT, CrossEntropy, GPTConfig
 from shardwright.parallelize.planning import job_for
 from shardwright.report import memory
-from shardwright.rng import without_values
 
 
 @pytest.mark.sampled(0)

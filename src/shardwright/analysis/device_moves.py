@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.analysis.operator_results import tensors_of
-from shardwright.rng import with_names
+from shardwright.function_copies import with_names
 
 MOVES: Mapping[str, Callable[..., Any]] = {"cpu": Tensor.cpu, "cuda": Tensor.cuda, "to": Tensor.to}
 """The tensor methods that move a tensor to a device, by name. A ``to`` that also changes the dtype keeps that part."""

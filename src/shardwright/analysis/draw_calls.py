@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwright.errors import EXAMPLE, PlanError
-from shardwright.rng import with_names
+from shardwright.function_copies import with_names
 
 DrawKind = Literal[
     "drop", "fill", "like", "new", "bernoulli", "normal", "multinomial", "gumbel", "rrelu", "attend", "recur"

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shardwright.analysis.structure import ELEMENTWISE_FUNCTIONS, LayerChain, is_elementwise_module, is_exactly, runs_as
+from shardwright.function_copies import with_names
+from shardwright.keyed_dropout import TRANSFORMER_LAYERS
 from shardwright.models.attention import Attention, Rotary
-from shardwright.rng import TRANSFORMER_LAYERS, with_names
 
 
 class MetaForward(partial[Any]):

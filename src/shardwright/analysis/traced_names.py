@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
-from shardwright.rng import with_names
+from shardwright.function_copies import with_names
 
 MAKERS = frozenset(("arange", "empty", "eye", "full", "linspace", "ones", "zeros"))
 """Functions of ``torch`` that create a tensor from plain numbers."""

@@ -15,10 +15,10 @@ from shardwright.cluster import kubernetes, ray_driver
 from shardwright.cluster import slurm as slurm_script
 from shardwright.cluster.job import ClusterJob, seconds_of
 from shardwright.errors import PlanError
+from shardwright.initial_values import without_values
 from shardwright.layout import Layout
 from shardwright.nodes import Nodes
 from shardwright.parallelize.planning import job_for
-from shardwright.rng import without_values
 
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 _NOT_OPTIONS = ("layout", "out", "ranks", "as_json", "resume", "changed_data")

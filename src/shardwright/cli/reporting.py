@@ -12,9 +12,9 @@ import typer
 from shardwright.cli import options as opt
 from shardwright.cli.options import emit, report_errors, warn
 from shardwright.errors import PlanError
+from shardwright.initial_values import without_values
 from shardwright.layout import Layout
 from shardwright.parallelize.planning import job_for
-from shardwright.rng import without_values
 
 if TYPE_CHECKING:
     from shardwright.report.training_runs import TrainingRun

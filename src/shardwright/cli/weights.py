@@ -14,9 +14,9 @@ from shardwright.comm.launch import launch
 from shardwright.comm.world import World
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.formatting import format_bytes
+from shardwright.initial_values import without_values
 from shardwright.models import MODELS
 from shardwright.parallelize import parallelize
-from shardwright.rng import without_values
 from shardwright.weights.loading import load_weights
 from shardwright.weights.saving import MOST_FILE_BYTES, save_weights
 

@@ -15,9 +15,12 @@ Views need no record: a tensor is identified by its storage and by its offset, s
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor, nn, strided
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
@@ -91,3 +94,21 @@ def _register(module: nn.Module, name: str, tensor: Tensor | None) -> None:
 
 register_module_parameter_registration_hook(_register)
 register_module_buffer_registration_hook(_register)
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Returns a context in which models are built on the meta device, so that no initial values are drawn or stored.
+
+    Use it to build a model that is too large for one host. How the constructors would have filled the parameters is
+    recorded, and a run draws such values when it starts, on each rank those of its shard alone.
+
+    Raises: NoValuesError: a constructor needs values that are not known, such as random ones.
+
+    >>> with without_values():
+    ...     layer = nn.Embedding(10**9, 4096)
+    >>> layer.weight.device.type
+    'meta'
+    """
+    with torch.device("meta"), ModuleRecorder():
+        yield

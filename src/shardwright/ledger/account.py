@@ -27,6 +27,7 @@ from shardwright.comm.limits import Ranks
 from shardwright.devices import HOST
 from shardwright.errors import LayoutError, PlanError
 from shardwright.formatting import first_line
+from shardwright.function_copies import with_names
 from shardwright.layout import Layout
 from shardwright.ledger.device_memory import beside_tensors
 from shardwright.ledger.tracking import MemoryAccount, RehearsalTracker, Tracker
@@ -37,7 +38,6 @@ from shardwright.parallelize.rehearsal import values_crossing
 from shardwright.parallelize.run import Run
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Action
-from shardwright.rng import with_names
 from shardwright.runtime.executor import Events, Microbatch
 from shardwright.strategies import choose
 from shardwright.strategies.pipeline.messages import connected_stages

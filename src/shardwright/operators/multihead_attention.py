@@ -17,9 +17,9 @@ from shardwright.attention_scores import attend_dropping, masked, softmax_of_see
 from shardwright.comm.autograd import cut_to_shared, partial_to_whole, sum_gradient
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
+from shardwright.keyed_dropout import keyed_dropout_of
 from shardwright.operators.linear import GridProduct, WeightFetch, weight_of
 from shardwright.operators.operand_moves import OperandMove, give, take
-from shardwright.rng import keyed_dropout_of
 
 
 @dataclass(frozen=True)

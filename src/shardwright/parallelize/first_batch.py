@@ -17,10 +17,10 @@ from shardwright.analysis.weight_readers import read_by_others
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.comm.world import World
 from shardwright.errors import EXAMPLE, PlanError
+from shardwright.keyed_dropout import with_samples_in_dim_1
 from shardwright.parallelize.planning import PLANNING, make_plan, num_rows, on_device, without_storage
 from shardwright.parallelize.sample_checks import check_draws, cuts_batch, warn_of_counts, warn_of_means, warn_unseen
 from shardwright.plan.plan import Job, Plan
-from shardwright.rng import with_samples_in_dim_1
 from shardwright.strategy import Strategy, check_samples_apart
 
 

@@ -29,6 +29,7 @@ from shardwright.cost.constants import Constants
 from shardwright.cost.device import Device, figures_of, profile, profiles
 from shardwright.cost.operators import TILE, OperatorRecord, operator_s
 from shardwright.errors import PlanError
+from shardwright.initial_values import without_values
 from shardwright.layout import Layout, Precision
 from shardwright.nodes import Nodes
 from shardwright.parallelize.auto import num_shares, tokens_of
@@ -46,7 +47,6 @@ from shardwright.planner.outline import ModelPlans
 from shardwright.planner.price import Pricing
 from shardwright.planner.records import record_layout
 from shardwright.planner.stopwatch import Timing
-from shardwright.rng import without_values
 
 LIMIT_S = 70.0
 """The seconds after which ranks begin no other measurement; with their start, a calibration takes 90."""

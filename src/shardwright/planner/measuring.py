@@ -18,6 +18,7 @@ from shardwright.comm.launch import run_threads
 from shardwright.comm.world import World
 from shardwright.cost.operators import OperatorRecord
 from shardwright.dispatch_mode import DispatchMode
+from shardwright.initial_values import without_values
 from shardwright.layout import Layout, Precision
 from shardwright.models.gpt import GPT, GPTConfig
 from shardwright.parallelize import parallelize
@@ -25,7 +26,6 @@ from shardwright.parallelize.planning import num_rows, rows
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.rehearse import operator_record
 from shardwright.planner.stopwatch import Stopwatch, Timing
-from shardwright.rng import without_values
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

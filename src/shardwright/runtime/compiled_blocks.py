@@ -38,6 +38,7 @@ from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
 from shardwright.formatting import first_line
 from shardwright.forward_stack import Rung, stack_of, without_partials, wrap
+from shardwright.keyed_dropout import KEYED_DROPOUT, KeyedDropout
 from shardwright.layout import Layout
 from shardwright.operators.traced import (
     TracedCall,
@@ -48,7 +49,6 @@ from shardwright.operators.traced import (
     traced_factors,
 )
 from shardwright.plan.plan import Job, Plan
-from shardwright.rng import KEYED_DROPOUT, KeyedDropout
 
 LOG = logging.getLogger(__name__)
 

@@ -26,8 +26,9 @@ from shardwright.analysis.draws import ALONE, FIRST, MIXED, SELECTED, Draws, Sam
 from shardwright.analysis.structure import is_inside
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Forward, Rung, wrap
+from shardwright.keyed_dropout import KEYED, key_dropout, with_samples_in_dim_1
 from shardwright.plan.stages import DROPOUTS
-from shardwright.rng import KEYED, DimSlice, RngTracker, key_dropout, with_samples_in_dim_1
+from shardwright.rng import DimSlice, RngTracker
 from shardwright.row_numbers import rows_of
 from shardwright.runtime.keyed_functions import KEYED_RESULTS
 from shardwright.runtime.keyed_numbers import KeyedNumbers, RowNumbers, Tokens

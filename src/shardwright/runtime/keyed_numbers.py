@@ -13,7 +13,8 @@ from torch import Tensor
 from shardwright.analysis.draws import ALONE, SamplePlace
 from shardwright.element_hash import HeldDim, random_bits
 from shardwright.errors import EXAMPLE, PlanError
-from shardwright.rng import DimSlice, RngTracker, dropout_factors, held_of, least_kept, sample_indices
+from shardwright.keyed_dropout import dropout_factors
+from shardwright.rng import DimSlice, RngTracker, held_of, least_kept, sample_indices
 
 Tokens = Callable[[Sequence[int]], tuple[DimSlice, ...]]
 Like = Sequence[int] | Tensor

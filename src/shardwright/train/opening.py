@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shardwright.errors import PlanError
+from shardwright.initial_values import without_values
 from shardwright.models.given_loss import loss_for
 from shardwright.models.losses import CrossEntropy
 from shardwright.models.model_loss import ModelLoss
-from shardwright.rng import without_values
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import Dataset, Split, first_sample_repeated, open_data
 from shardwright.train.fitting import check_takes, failure_on_meta, first_samples

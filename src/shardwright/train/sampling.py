@@ -13,11 +13,11 @@ from shardwright.comm.launch import launch
 from shardwright.comm.limits import Ranks
 from shardwright.comm.world import World
 from shardwright.errors import PlanError
+from shardwright.initial_values import without_values
 from shardwright.layout import Layout
 from shardwright.models.gpt import GPTConfig
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.run import Run
-from shardwright.rng import without_values
 from shardwright.train.config import TrainConfig, check_finite, check_seed
 from shardwright.train.data import global_batch, open_data
 from shardwright.train.opening import inputs_of, opened, other_split

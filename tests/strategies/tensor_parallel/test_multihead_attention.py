@@ -18,13 +18,14 @@ from shardwright import verify, without_values
 from shardwright.comm.axis import Axis
 from shardwright.comm.launch import launch
 from shardwright.errors import LayoutError, PlanError, RankFailedError
+from shardwright.keyed_dropout import key_dropout
 from shardwright.layout import Layout
 from shardwright.models.losses import MeanSquaredError
 from shardwright.operators.multihead_attention import HeadShard, multihead
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.planning import make_plan
 from shardwright.plan.plan import Job
-from shardwright.rng import RngTracker, key_dropout
+from shardwright.rng import RngTracker
 from shardwright.strategies import STRATEGIES
 
 WIDTH, TOKENS, KEYS, SAMPLES = 12, 4, 3, 5

@@ -27,13 +27,14 @@ from shardwright.comm.autograd import once, sum_gradient, whole_to_cut
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError
 from shardwright.forward_stack import Forward, Rung, record, wrap
+from shardwright.keyed_dropout import drop_out_slice
 from shardwright.mesh import Coord
 from shardwright.operators.batch_norm import share_statistics, sharing
 from shardwright.operators.halo import whole_rows
 from shardwright.operators.picture_rows import balanced_rows, reading_of, row_ranges
 from shardwright.plan.plan import ForwardFrame, Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic, repeated, statistics_traffic, sync_traffic
-from shardwright.rng import DimSlice, drop_out_slice
+from shardwright.rng import DimSlice
 from shardwright.strategies.spatial.map_operators import compute
 from shardwright.strategies.spatial.maps import CutMaps, FeatureMaps, MapStep
 
