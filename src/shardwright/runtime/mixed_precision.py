@@ -23,7 +23,7 @@ from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Plan, compute_dtype
 from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.executor import Events
-from shardwright.runtime.read_only_data import DATA, ReadOnlyData
+from shardwright.runtime.stand_in_parameter import DATA, DROP_GRAD, GRAD, SET_GRAD, ReadOnlyData, StandInParameter
 
 LEAST_SCALE = 1.0
 
@@ -158,13 +158,12 @@ class MasterWeights:
                 raise _lost_write(name)
 
 
-class CopiedParameter(nn.Parameter):
+class CopiedParameter(StandInParameter):
     """A parameter of a run's model after a step, while its gradient is that of its master weight.
 
     Between a step and the next, reading its ``grad``, which is None, raises a PlanError if the master weight has a
     gradient, and so do setting one and writing into its ``data``. Without a gradient (``grad = None``) the master
-    weight has none either. All else is as of any parameter. A copy is a plain parameter, and so is what a file of it
-    holds.
+    weight has none either. All else is as of any parameter.
     """
 
     owner: Callable[[], MasterWeights | None] = staticmethod(lambda: None)
@@ -178,31 +177,21 @@ class CopiedParameter(nn.Parameter):
         """Runs ``func``. Raises PlanError if it reads or sets ``grad``, which the master weight has in its place."""
         with torch._C.DisableTorchFunctionSubclass():
             owner = args[0].owner() if args and isinstance(args[0], CopiedParameter) else None
-            if owner is not None and func in (_SET, _DROP):
+            if owner is not None and func in (SET_GRAD, DROP_GRAD):
                 name = owner.path_of(args[0])
-                if func == _SET and args[1] is not None:
+                if func == SET_GRAD and args[1] is not None:
                     raise _not_its_own(name)
                 owner.masters[name].grad = None
             found = func(*args, **(kwargs or {}))
             if func == DATA and owner is not None:
                 return ReadOnlyData.of(found, partial(_lost_write, owner.path_of(args[0])))
-            if func != _GRAD or found is not None or sys._getframe(1).f_code.co_name == "_apply":  # of nn.Module
+            if func != GRAD or found is not None or sys._getframe(1).f_code.co_name == "_apply":  # of nn.Module
                 return found
             owner = args[0].owner()
             name = owner.path_of(args[0]) if owner is not None else ""
             if owner is None or owner.masters[name].grad is None:
                 return None
             raise _not_its_own(name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Returns a plain parameter with a copy of the values."""
-        memo[id(self)] = found = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return found
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Returns how a plain parameter of the same values is made."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return nn.Parameter, (self.data, self.requires_grad)
 
 
 def _not_its_own(name: str) -> PlanError:
@@ -222,9 +211,6 @@ def copied_parameter(owner: MasterWeights) -> type[CopiedParameter]:
         owner = staticmethod(lambda: found())
 
     return CopiedRunParameter
-
-
-_GRAD, _SET, _DROP = (getattr(vars(torch._C.TensorBase)["grad"], each) for each in ("__get__", "__set__", "__delete__"))
 
 
 def _versions_of(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import ShardError
-from shardwright.runtime.read_only_data import DATA, ReadOnlyData
+from shardwright.runtime.stand_in_parameter import DATA, DROP_GRAD, GRAD, SET_GRAD, ReadOnlyData, StandInParameter
 
 _PROPERTIES = (
     *("dtype", "device", "shape", "ndim", "layout", "itemsize", "nbytes", "names", "requires_grad", "is_leaf"),
@@ -72,19 +72,19 @@ class ShardedParameter(nn.Parameter):
 
         A gradient that is dropped (``.grad = None``) is dropped of the shard, which the optimizer updates.
         """
-        drops = func == _DROP or (func == _SET and args[1] is None)
+        drops = func == DROP_GRAD or (func == SET_GRAD and args[1] is None)
         if not drops and func not in _ALLOWED:
             _refuse(func, args)
         if drops and isinstance(args[0].shard, Tensor):
             args[0].shard.grad = None
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
-            if func == _GRAD and found is None and getattr(args[0].shard, "grad", None) is not None:
+            if func == GRAD and found is None and getattr(args[0].shard, "grad", None) is not None:
                 _refuse(func, args)
         return found
 
 
-class GatheredParameter(nn.Parameter):
+class GatheredParameter(StandInParameter):
     """A parameter of a run's model that code has read as an attribute between steps: whole, for as long as that lasts.
 
     Its gradient is that of the shard, as a :class:`ShardedParameter`'s is: it is dropped there, and not read or set
@@ -103,13 +103,13 @@ class GatheredParameter(nn.Parameter):
     ) -> Any:  # fmt: skip
         """Runs ``func``. Raises ShardError where it reads or sets the gradient, or writes into what would be lost."""
         own = args[0] if args and isinstance(args[0], GatheredParameter) else None
-        if own is not None and func == _SET and args[1] is not None:
+        if own is not None and func == SET_GRAD and args[1] is not None:
             _refuse(func, args)
-        if own is not None and func in (_SET, _DROP) and isinstance(own.shard, Tensor):
+        if own is not None and func in (SET_GRAD, DROP_GRAD) and isinstance(own.shard, Tensor):
             own.shard.grad = None
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
-            if own is not None and func == _GRAD and found is None and getattr(own.shard, "grad", None) is not None:
+            if own is not None and func == GRAD and found is None and getattr(own.shard, "grad", None) is not None:
                 _refuse(func, args)
             if own is not None and func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
                 found = found.as_subclass(GatheredParameter)  # nn.Parameter(p) wants the class of what it is given
@@ -118,19 +118,8 @@ class GatheredParameter(nn.Parameter):
                 return ReadOnlyData.of(found, partial(_lost_data, own.path))
             return found
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Returns a plain parameter with a copy of the values."""
-        memo[id(self)] = found = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return found
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Returns how a plain parameter of the same values is made."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return nn.Parameter, (self.detach(), self.requires_grad)
-
 
 _FIELDS: Mapping[str, Any] = {name: getattr(Tensor, name) for name in ("grad", *_PROPERTIES) if hasattr(Tensor, name)}
-_GRAD, _SET, _DROP = (getattr(_FIELDS["grad"], each) for each in ("__get__", "__set__", "__delete__"))
 _ALLOWED: frozenset[Any] = frozenset(
     [field.__get__ for field in _FIELDS.values()]
     + [_FIELDS["requires_grad"].__set__]
@@ -145,7 +134,7 @@ def _refuse(func: Callable[..., Any], args: Sequence[Any]) -> None:
     among = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else [arg])]
     kinds = ShardedParameter | GatheredParameter
     path = next((each.path for each in among if isinstance(each, kinds)), "a parameter")
-    if func in (_GRAD, _SET):  # a new object each time
+    if func in (GRAD, SET_GRAD):  # a new object each time
         fix = f"write run.parameters['{path}'].grad; to clip, write run.clip_grad_norm_(max_norm)"
     else:
         fix = (

@@ -1,4 +1,4 @@
-"""The ``data`` of a weight of a run's model that is a copy of what the optimizer updates: it can be read alone."""
+"""Parameters of a run's model that stand for what the optimizer updates, and their ``data``, which is only read."""
 
 from __future__ import annotations
 
@@ -6,11 +6,32 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 DATA = vars(torch._C.TensorBase)["data"].__get__
 """What a ``__torch_function__`` is asked to run where code reads ``tensor.data``."""
+GRAD, SET_GRAD, DROP_GRAD = (
+    getattr(vars(torch._C.TensorBase)["grad"], name) for name in ("__get__", "__set__", "__delete__")
+)
+"""What a ``__torch_function__`` is asked to run where code reads, sets or deletes ``tensor.grad``, by ``==``."""
+
+
+class StandInParameter(nn.Parameter):
+    """A parameter of a run's model that stands for what the optimizer updates, which has the gradient.
+
+    A copy is a plain parameter, and so is what a file of it holds.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Returns a plain parameter with a copy of the values."""
+        memo[id(self)] = found = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Returns how a plain parameter of the same values is made."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return nn.Parameter, (self.detach(), self.requires_grad)
 
 
 class ReadOnlyData(Tensor):
