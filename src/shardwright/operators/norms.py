@@ -8,13 +8,14 @@ N tokens, F features; f this rank's shard of F; p partial sums, one or two for e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from shardwright.analysis.structure import is_exactly
 from shardwright.comm.autograd import once
 from shardwright.comm.axis import Axis
 
@@ -134,14 +135,47 @@ def cut_rms_norm(
     return cast(Tensor, _CutNorm.apply(x_f, w_f, None, eps, size, tuple(splits), False))
 
 
-def cut_norm(module: nn.Module, size: int, splits: Sequence[FeatureSplit], input: Tensor) -> Tensor:
-    """Runs an ``nn.LayerNorm`` or ``nn.RMSNorm`` whose ``size`` features are sharded; ``input`` is this rank's shard.
+class FeatureNorm(NamedTuple):
+    """A class of norms over features, the last dim, which ranks may shard: what runs it, and what it combines.
 
-    Returns the normalized shard. ``splits`` are the axes that shard the features, each with the number of features of
-    every member.
+    To add a class of norms, add its entry to :data:`FEATURE_NORMS`; plans, prices and runs read it there.
     """
-    weight = module._parameters["weight"]  # past the class that refuses to let other code read it
-    if isinstance(module, nn.LayerNorm):
-        return cut_layer_norm(input, weight, module._parameters["bias"], eps=module.eps, size=size, splits=splits)
-    assert isinstance(module, nn.RMSNorm)
-    return cut_rms_norm(input, weight, eps=module.eps, size=size, splits=splits)
+
+    run: Callable[[Any, Tensor, int, Sequence[FeatureSplit]], Tensor]
+    """A function of (module, this rank's shard, number of all features, splits) that returns the normalized shard."""
+    combines: Literal["all_gather", "all_reduce"]
+    """The collective of each axis in the forward, by which statistics of all features are had from those of shards."""
+    num_statistics: int
+    """The numbers of each token in that collective, on each rank."""
+    num_sums: int
+    """The numbers of each token that the backward all-reduces over each axis."""
+
+    def num_features(self, module: nn.Module) -> int | None:
+        """Returns the number of features that a module normalizes over; None if these are in several dims."""
+        shape: Sequence[int] = module.normalized_shape  # type: ignore[assignment]
+        return shape[0] if len(shape) == 1 else None
+
+
+def _layer_norm(module: Any, x_f: Tensor, size: int, splits: Sequence[FeatureSplit]) -> Tensor:
+    own = module._parameters  # past the class that refuses to let other code read them
+    return cut_layer_norm(x_f, own["weight"], own["bias"], eps=module.eps, size=size, splits=splits)
+
+
+def _rms_norm(module: Any, x_f: Tensor, size: int, splits: Sequence[FeatureSplit]) -> Tensor:
+    return cut_rms_norm(x_f, module._parameters["weight"], eps=module.eps, size=size, splits=splits)
+
+
+FEATURE_NORMS: Mapping[type[nn.Module], FeatureNorm] = {
+    nn.LayerNorm: FeatureNorm(_layer_norm, "all_gather", num_statistics=2, num_sums=2),
+    nn.RMSNorm: FeatureNorm(_rms_norm, "all_reduce", num_statistics=1, num_sums=1),
+}
+"""The norms over features that ranks may shard, by class."""
+
+
+def feature_norm_of(module: nn.Module | None) -> type[nn.Module] | None:
+    """Returns the class in :data:`FEATURE_NORMS` whose forward a module runs unchanged and without hooks, or None.
+
+    >>> feature_norm_of(nn.RMSNorm(4)), feature_norm_of(nn.Linear(4, 4))
+    (<class 'torch.nn.modules.normalization.RMSNorm'>, None)
+    """
+    return next((kind for kind in FEATURE_NORMS if is_exactly(module, kind)), None)

@@ -23,7 +23,7 @@ from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Plan, compute_dtype
 from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.executor import Events
-from shardwright.runtime.stand_in_parameter import DATA, DROP_GRAD, GRAD, SET_GRAD, ReadOnlyData, StandInParameter
+from shardwright.runtime.proxy_parameter import DATA, DROP_GRAD, GRAD, SET_GRAD, ProxyParameter, ReadOnlyData
 
 LEAST_SCALE = 1.0
 
@@ -158,7 +158,7 @@ class MasterWeights:
                 raise _lost_write(name)
 
 
-class CopiedParameter(StandInParameter):
+class CopiedParameter(ProxyParameter):
     """A parameter of a run's model after a step, while its gradient is that of its master weight.
 
     Between a step and the next, reading its ``grad``, which is None, raises a PlanError if the master weight has a

@@ -26,8 +26,7 @@ from shardwright.analysis.structure import (
     trace_once,
 )
 from shardwright.models.attention import Attention
-
-NORMS = (nn.LayerNorm, nn.RMSNorm)
+from shardwright.operators.norms import FEATURE_NORMS, feature_norm_of
 
 
 class Value(NamedTuple):
@@ -165,7 +164,8 @@ class _FeatureFlow:
             return self._layer(path, "linear", x, module.out_features, may_cut)  # type: ignore
         if is_exactly(module, nn.Embedding):
             return self._table(path, module, x, may_cut)  # type: ignore[arg-type]
-        if any(is_exactly(module, kind) for kind in NORMS) and len(module.normalized_shape) == 1:  # type: ignore
+        norm = feature_norm_of(module)
+        if norm is not None and FEATURE_NORMS[norm].num_features(module) is not None:
             self.note(path, FeatureUse("norm", x.cut, x.cut, x.size * x.cut))
             return self.new(cut=x.cut, size=x.size)
         if is_elementwise_module(module):

@@ -39,12 +39,12 @@ from shardwright.models.attention import Attention
 from shardwright.models.gpt import Positions
 from shardwright.models.losses import CrossEntropy, MeanSquaredError
 from shardwright.operators.attention import attend_gathered
+from shardwright.operators.norms import FEATURE_NORMS, feature_norm_of
 from shardwright.plan.batch_shard import RowMoves, rows_after
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import Traffic
 from shardwright.sharding.box import width
 from shardwright.strategies.tensor_parallel.apply import Applying
-from shardwright.strategies.tensor_parallel.feature_flow import NORMS
 from shardwright.strategies.tensor_parallel.features import Features
 from shardwright.strategies.tensor_parallel.mode import SEQ, Mode
 from shardwright.strategies.tensor_parallel.moves import AxisMove
@@ -248,8 +248,9 @@ class _TokenFlow:
             return self._given(path, module, _TokenValue("positions"), known=x.layout == "tokens")
         if is_exactly(module, nn.Linear) or is_exactly(module, Attention):
             return self._given(path, module, _TokenValue("tokens", True), known=x.layout == "tokens")
-        if any(is_exactly(module, norm) for norm in NORMS):
-            known = x.layout != "unknown" and len(module.normalized_shape) == 1  # type: ignore[arg-type]
+        norm = feature_norm_of(module)
+        if norm is not None:
+            known = x.layout != "unknown" and FEATURE_NORMS[norm].num_features(module) is not None
             return self._given(path, module, x._replace(features=True), known=known)
         if is_elementwise_module(module):
             drops = isinstance(module, nn.Dropout) and x.layout == "positions"  # dropout takes dim 0 for samples

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import ShardError
-from shardwright.runtime.stand_in_parameter import DATA, DROP_GRAD, GRAD, SET_GRAD, ReadOnlyData, StandInParameter
+from shardwright.runtime.proxy_parameter import DATA, DROP_GRAD, GRAD, SET_GRAD, ProxyParameter, ReadOnlyData
 
 _PROPERTIES = (
     *("dtype", "device", "shape", "ndim", "layout", "itemsize", "nbytes", "names", "requires_grad", "is_leaf"),
@@ -84,7 +84,7 @@ class ShardedParameter(nn.Parameter):
         return found
 
 
-class GatheredParameter(StandInParameter):
+class GatheredParameter(ProxyParameter):
     """A parameter of a run's model that code has read as an attribute between steps: whole, for as long as that lasts.
 
     Its gradient is that of the shard, as a :class:`ShardedParameter`'s is: it is dropped there, and not read or set

@@ -17,7 +17,7 @@ GRAD, SET_GRAD, DROP_GRAD = (
 """What a ``__torch_function__`` is asked to run where code reads, sets or deletes ``tensor.grad``, by ``==``."""
 
 
-class StandInParameter(nn.Parameter):
+class ProxyParameter(nn.Parameter):
     """A parameter of a run's model that stands for what the optimizer updates, which has the gradient.
 
     A copy is a plain parameter, and so is what a file of it holds.
