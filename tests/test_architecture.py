@@ -1,4 +1,4 @@
-"""docs/architecture.md and CONTRIBUTING.md name only files and symbols that exist."""
+"""docs/architecture.md, docs/where_is.md and CONTRIBUTING.md name only files and symbols that exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "shardwright"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-PAGES = PAGE + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PAGES = "\n".join(
+    [PAGE, *((ROOT / name).read_text(encoding="utf-8") for name in ("docs/where_is.md", "CONTRIBUTING.md"))]
+)
 
 MADE_BY_COMMANDS = {".venv/"}
 """Folders that a page names and that are no part of the repository."""
