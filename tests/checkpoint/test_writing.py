@@ -233,12 +233,12 @@ def test_the_first_rank_waits_for_notes_as_long_as_files_grow(tmp_path, monkeypa
     monkeypatch.setattr(writing, "MOST_WAIT_S", 0.05)
     sizes = []
 
-    def within(seconds, holds):
+    def wait_until(condition, timeout_s):
         sizes.append(len(sizes))
         (tmp_path / "part").write_bytes(b"." * min(len(sizes), 4))
-        return holds()
+        return condition()
 
-    monkeypatch.setattr(writing, "within", within)
+    monkeypatch.setattr(writing, "wait_until", wait_until)
     with pytest.raises(TimeoutError, match="has written nothing for"):
         writing._notes(tmp_path, [0, 1])
     assert len(sizes) == 5

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from shardwright import devices
 from shardwright.comm.backends.rank_devices import RankDevice, decided, exchanged, found
-from shardwright.comm.current_world import here
+from shardwright.comm.current_world import current_world
 from shardwright.errors import PlanError
 
 PARTS = "\n  given:   .*\n  allowed: .*\n  fix:     "
@@ -185,6 +185,6 @@ def test_the_world_of_a_users_own_group_is_on_the_current_device_if_the_group_is
         monkeypatch.setattr(dist, "get_backend_config", lambda name=backend: f"cpu:gloo,cuda:{name}")
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         try:
-            assert here().device == device
+            assert current_world().device == device
         finally:
             dist.destroy_process_group()

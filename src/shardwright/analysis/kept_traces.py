@@ -24,7 +24,7 @@ class _TracedBlocks(NamedTuple):
 
 @contextmanager
 def traces_kept() -> Iterator[None]:
-    """Returns a context in which :func:`kept` traces each module, and each kind of modules that are alike, only once.
+    """Returns a context in which :func:`kept` caches traces: modules of equal code, sizes and settings share one.
 
     A context inside another, such as that of a plan in that of a search, shares the traces of kinds. Threads do not
     share traces, because in tests each thread is a rank.

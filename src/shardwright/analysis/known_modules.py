@@ -52,7 +52,9 @@ def _is_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | N
 
 
 def known_chains(model: nn.Module) -> Iterator[tuple[LayerChain, bool]]:
-    """Yields, for each of torch's transformer layers, its two feed-forward layers as a chain, and its ``batch_first``.
+    """Yields the chain of the two feed-forward linears of each of torch's transformer layers, and its ``batch_first``.
+
+    In the chain the first linear is column-parallel and the second row-parallel.
 
     Subclasses are left out, and so are layers whose forward was replaced, whose activation is not elementwise, or whose
     feed-forward part was replaced or has hooks.

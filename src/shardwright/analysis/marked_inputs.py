@@ -113,11 +113,11 @@ def whole(tensor: Tensor) -> Whole:
 
 
 def packed(tensor: Tensor, counts: Iterable[int]) -> SampleRows:
-    """Marks a tensor among a batch's inputs in whose dim 0 sample i has ``counts[i]`` rows, one sample after the other.
+    """Marks an input tensor as packed: dim 0 holds ``counts[i]`` rows for sample i, one sample after the other.
 
-    The patches of pictures of several sizes are given so, and the sizes of a sample's pictures. Each rank and
-    microbatch is given the rows of its own samples, and the model is called with the tensor itself. Mark it in the
-    example and in each batch. What mixes the rows of several samples, as a batch norm over them does, is not seen;
+    The patches of pictures of several sizes are given so, and other ragged batches. Each rank and microbatch is given
+    the rows of its own samples, and the model is called with the tensor itself. Mark it in the example and in each
+    batch. What mixes the rows of several samples, as a batch norm over them does, is not seen;
     dropout of the rows is refused, but for that of each sample's in a loop over the samples. The mark's attributes are
     ``tensor`` and ``counts``.
 

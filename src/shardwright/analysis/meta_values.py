@@ -206,7 +206,7 @@ class MetaValues(DispatchMode):
                 self._values.pop(key, None)
 
     def indexing(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """Returns what runs in place of a torch function, and its arguments: the same, but for a few that read values.
+        """Returns the function and arguments to run on the meta device: unchanged, but for functions that read values.
 
         A number in a text, as in ``experts[f"expert_{number}"]``, is written if its value is known. ``tolist`` and
         ``numpy`` read known values; while ``selects_all`` is set, numbers that only a real run has are ones for

@@ -1,4 +1,4 @@
-"""Records the backward of the user's own autograd functions, of which the forward alone says too little.
+"""Records the backward of user-defined ``autograd.Function`` classes, whose operators the forward does not show.
 
 Such a backward computes with the tensors that a rank has, and nothing sums over ranks there: a tensor that it sums,
 measures, or cuts by numbers must be whole.

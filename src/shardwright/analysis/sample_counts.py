@@ -1,6 +1,6 @@
-"""Finds where a forward computes with its number of samples, or with a sample's place in the batch, as a value.
+"""Finds code that computes with the batch size, or with a sample's index in the batch.
 
-Both are others where a batch is cut: a rank or a microbatch has fewer samples, and its first one is another.
+Both change where a batch is cut: a rank or a microbatch has fewer samples, and its first one is not that of the batch.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class Meeting:
 
         Raises: OSError: the folder cannot be written, or is gone.
         """
-        within(JOIN_S, lambda: self._decided() or self.survivors.all_came(self._states()))
+        wait_until(lambda: self._decided() or self.survivors.all_came(self._states()), JOIN_S)
         if not self._decided():
             states = self._states()
             decision = self.survivors.decide(states)
@@ -227,7 +227,7 @@ class Meeting:
         rank. If nothing can be written here, it is the first rank that is not dead.
         """
         try:
-            return not within(after_s, (self.folder / "told").exists) and self.is_first("told")
+            return not wait_until((self.folder / "told").exists, after_s) and self.is_first("told")
         except OSError:
             survivors = self.survivors
             before = survivors.processes[: survivors.run.world.rank]
@@ -269,9 +269,9 @@ class Meeting:
         return {int(file.stem): SurvivorState(**json.loads(file.read_text())) for file in found}
 
 
-def within(seconds: float, holds: Callable[[], Any]) -> bool:
-    """Waits at most ``seconds`` until ``holds()`` is true; returns whether it is."""
-    end_s = time.monotonic() + seconds
-    while not (found := holds()) and time.monotonic() < end_s:
+def wait_until(condition: Callable[[], Any], timeout_s: float) -> bool:
+    """Calls ``condition()`` until it is true or ``timeout_s`` seconds have passed; returns whether it is true."""
+    end_s = time.monotonic() + timeout_s
+    while not (found := condition()) and time.monotonic() < end_s:
         time.sleep(_LOOK_S)
     return bool(found)

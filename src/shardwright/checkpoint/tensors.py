@@ -17,7 +17,7 @@ from shardwright.checkpoint.saving import Entries, check_extra, merge_tensors, p
 from shardwright.checkpoint.survivors import new_token
 from shardwright.checkpoint.writing import flush, write_checkpoint
 from shardwright.comm.agreement import gather_json
-from shardwright.comm.current_world import everyone_here, here
+from shardwright.comm.current_world import current_world, everyone_here
 from shardwright.errors import CheckpointError
 from shardwright.global_tensor.geometry import boxes, terms, whole_piece
 from shardwright.global_tensor.same_arguments import check_everywhere
@@ -38,7 +38,7 @@ def save_tensors(
         written to since.
     """
     extra = check_extra(extra)
-    world, everyone, final = here(), everyone_here(), Path(folder) / f"step-{step:08d}"
+    world, everyone, final = current_world(), everyone_here(), Path(folder) / f"step-{step:08d}"
     world.wait_pending()
     token = gather_json(everyone, new_token())[0]
     file = f"part-{world.rank:05d}.safetensors"
@@ -80,7 +80,7 @@ def _owned(tensors: Mapping[str, GlobalTensor], file: str) -> tuple[Entries, dic
     entries: Entries = {}
     parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        given, rank, shape = global_layout_of(tensor), here().rank, tuple(tensor.shape)
+        given, rank, shape = global_layout_of(tensor), current_world().rank, tuple(tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")
         layout = given._replace(sbp=without_sums(given.sbp))
         local = redistributed_local(tensor, layout)  # a message of every rank: also where this rank writes nothing
@@ -109,7 +109,7 @@ def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mappi
         since.
     """
     _check_tensors(tensors)
-    here().wait_pending()
+    current_world().wait_pending()
     everyone = everyone_here()
     folder = find_on_all(everyone, Path(path))
     manifest, values = on_all(everyone, folder, lambda: _read(folder, tensors))
@@ -155,10 +155,10 @@ def _read(folder: Path, tensors: Mapping[str, GlobalTensor]) -> tuple[Manifest, 
 def _part(folder: Path, manifest: Manifest, name: str, tensor: GlobalTensor) -> Tensor | None:
     """Returns the values for this rank's local tensor; None if it has no elements."""
     layout, local = global_layout_of(tensor), tensor._local_tensor
-    box = boxes(tuple(tensor.shape), layout).get(here().rank)
+    box = boxes(tuple(tensor.shape), layout).get(current_world().rank)
     if box is None or 0 in box.shape:
         return None
     values = torch.zeros(local.shape, dtype=local.dtype)
-    if not terms(layout)[here().rank]:  # else the first term of a partial sum gets all of the value
+    if not terms(layout)[current_world().rank]:  # else the first term of a partial sum gets all of the value
         read_pieces(folder, manifest, name, (whole_piece(box),), values)
     return values

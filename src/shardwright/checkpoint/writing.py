@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 
 from shardwright.checkpoint.locking import MOST_WAIT_S, one_save
 from shardwright.checkpoint.manifest import MANIFEST, Manifest, steps_in
-from shardwright.checkpoint.survivors import NOTES, Meeting, SavedDecision, within
+from shardwright.checkpoint.survivors import NOTES, Meeting, SavedDecision, wait_until
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
 from shardwright.comm.pending import Pending
@@ -104,7 +104,7 @@ def _leave_note(partial: Path, rank: int, write: Callable[[Path], Any]) -> None:
 def _notes(partial: Path, ranks: Sequence[int]) -> list[Any]:
     """Waits for the notes of ``ranks`` while any of them writes; returns the notes' contents, and removes the notes."""
     size = -1
-    while not within(MOST_WAIT_S, lambda: bool(_noted(partial, ranks)) or not (partial / NOTES).is_dir()):
+    while not wait_until(lambda: bool(_noted(partial, ranks)) or not (partial / NOTES).is_dir(), MOST_WAIT_S):
         before, size = size, sum(file.stat().st_size for file in partial.iterdir())
         if size == before:
             raise OSError(errno.ETIMEDOUT, f"some rank has written nothing for {MOST_WAIT_S:g} s")
@@ -160,7 +160,7 @@ def write_alone(
     except BaseException:  # a stop signal too
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    if not (within(most_s, lambda: final.exists() or not partial.exists()) and final.exists()):
+    if not (wait_until(lambda: final.exists() or not partial.exists(), most_s) and final.exists()):
         raise OSError(errno.ENOENT, "another rank could not write its part")
     return chosen
 

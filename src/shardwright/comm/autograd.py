@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 
 def once(backward: Callable[P, R]) -> Callable[P, R]:
-    """Decorates the backward of an autograd function that communicates, to raise PlanError under ``create_graph=True``.
+    """Like torch's ``once_differentiable``, for a backward that communicates: PlanError under ``create_graph=True``.
 
     The collectives cannot be differentiated twice. In code that ``torch.compile`` traces, nothing is checked.
     """

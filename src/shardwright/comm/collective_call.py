@@ -1,4 +1,4 @@
-"""``CollectiveCall``: what a rank says of a call, by which ranks notice that they make different ones."""
+"""``CollectiveCall``: a collective's kind, axis, shape and dtype, by which ranks notice that their calls differ."""
 
 from __future__ import annotations
 

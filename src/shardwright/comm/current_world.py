@@ -26,7 +26,7 @@ _SINGLE_RANK_WORLD: list[tuple[World, dict[tuple[int, ...], Axis]]] = []
 
 
 def enter(world: World) -> None:
-    """Makes ``world`` the current one, which :func:`here` returns until torch's default process group is destroyed.
+    """Makes ``world`` what :func:`current_world` returns until torch's default process group is destroyed.
 
     All ranks call it together, because it creates a process group over them.
     """
@@ -34,8 +34,8 @@ def enter(world: World) -> None:
     _WORLDS[dist.group.WORLD] = (world, {everyone.ranks: everyone.for_strategy("global tensors")})
 
 
-def here() -> World:
-    """Returns this process's world: the one that ``launch`` gave it, else one around torch's default process group.
+def current_world() -> World:
+    """Returns the ``World`` of this rank: the one from :func:`launch`, or one around torch's default process group.
 
     The latter is made at the first call, which all ranks make together; the timeout of its calls is
     SHARDWRIGHT_TIMEOUT_S seconds (default 600). If torch.distributed is not initialized, as with ranks that are
@@ -44,7 +44,7 @@ def here() -> World:
     Raises: PlanError: at the first call, the ranks' accelerators do not fit, as in
         :func:`~shardwright.comm.backends.rank_devices.decided`.
 
-    >>> here().size
+    >>> current_world().size
     1
     """
     return _world_and_axes()[0]
@@ -68,7 +68,7 @@ def everyone_here() -> Axis:
     >>> everyone_here().ranks
     (0,)
     """
-    return axis_here(tuple(range(here().size)))
+    return axis_here(tuple(range(current_world().size)))
 
 
 def _world_and_axes() -> tuple[World, dict[tuple[int, ...], Axis]]:

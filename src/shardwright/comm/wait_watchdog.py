@@ -51,10 +51,10 @@ class _Note(NamedTuple):
 
 
 class NoteStore(Protocol):
-    """A store of torch, with the methods that are used here."""
+    """The methods of ``torch.distributed.Store`` that the watchdog calls."""
 
     def set(self, key: str, value: str) -> None:
-        """Sets the value of a key."""
+        """As ``Store.set`` of torch.distributed: sets the value of a key."""
 
     def check(self, keys: list[str]) -> bool:
         """Returns whether all the keys have values."""

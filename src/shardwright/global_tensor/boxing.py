@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from shardwright.comm.current_world import axis_here, everyone_here, here
+from shardwright.comm.current_world import axis_here, current_world, everyone_here
 from shardwright.global_tensor.boxing_plan import BoxingStep, cheapest_plan
 from shardwright.global_tensor.geometry import GlobalLayout, boxes, chunk, is_partial, local_shape
 from shardwright.sharding.box import read
@@ -45,18 +45,18 @@ def materialized(local: Tensor) -> Tensor:
 
 def _run_step(local: Tensor, step: BoxingStep) -> Tensor:
     if step.kind == "messages":
-        kept = step.kept.get(here().rank)
+        kept = step.kept.get(current_world().rank)
         if kept is not None:
             return local[kept].clone(memory_format=torch.contiguous_format)
-        shape = local_shape(step.shape, step.destination, here().rank)
+        shape = local_shape(step.shape, step.destination, current_world().rank)
         return run_transfer(step.transfer, local, shape, zeros=is_partial(step.destination))
-    if here().rank not in step.source.placement:
+    if current_world().rank not in step.source.placement:
         return local
     return _run_collective(local, step)
 
 
 def _run_collective(local: Tensor, step: BoxingStep) -> Tensor:
-    axis = axis_here(step.source.placement.group(step.axis, here().rank))
+    axis = axis_here(step.source.placement.group(step.axis, current_world().rank))
     if step.kind == "all_reduce":
         return axis.all_reduce(local.clone(memory_format=torch.contiguous_format))
     before, after = step.dims
@@ -80,7 +80,7 @@ def run_transfer(transfer: TensorTransfer, local: Tensor, shape: tuple[int, ...]
     rank to another are sent as one. Elements that no message fills are zero with ``zeros``, which partial sums need,
     and uninitialized without it. Autograd does not record the call.
     """
-    rank, local = here().rank, materialized(local)
+    rank, local = current_world().rank, materialized(local)
     with torch.no_grad():
         out = local.new_zeros(shape) if zeros else local.new_empty(shape)
         sent: defaultdict[int, list[Tensor]] = defaultdict(list)

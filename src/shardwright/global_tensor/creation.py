@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.comm.current_world import everyone_here, here
+from shardwright.comm.current_world import current_world, everyone_here
 from shardwright.errors import LayoutError
 from shardwright.global_tensor.geometry import GlobalLayout, boxes, local_shape, terms
 from shardwright.global_tensor.placement import Placement, check_placement
@@ -150,7 +150,7 @@ def draw(shape: Sequence[int], dtype: torch.dtype | None, fill: str, *numbers: A
     """
     if seed is None:
         own = torch.randint(2**62, (1,))
-        seed = int(everyone_here().broadcast(own.to(here().device)).item())
+        seed = int(everyone_here().broadcast(own.to(current_world().device)).item())
     generator = torch.Generator().manual_seed(seed)
     # every rank draws all numbers and keeps its slice: torch's generator cannot start in the middle of its stream
     values: Tensor = getattr(torch.empty(shape, dtype=dtype), fill)(*numbers, generator=generator)
@@ -164,9 +164,11 @@ def local_part(whole: Tensor, layout: GlobalLayout, device: torch.device) -> Ten
     gets an empty tensor.
     """
     shape = tuple(whole.shape)
-    box = boxes(shape, layout).get(here().rank)
-    local = whole.new_empty(local_shape(shape, layout, here().rank)) if box is None else whole[box.slices].clone()
-    return (torch.zeros_like(local) if terms(layout).get(here().rank, 0) else local).to(device)
+    box = boxes(shape, layout).get(current_world().rank)
+    local = (
+        whole.new_empty(local_shape(shape, layout, current_world().rank)) if box is None else whole[box.slices].clone()
+    )
+    return (torch.zeros_like(local) if terms(layout).get(current_world().rank, 0) else local).to(device)
 
 
 def _random(
@@ -195,8 +197,8 @@ def _filled(
 ) -> GlobalTensor:  # fmt: skip
     shape = tuple(size)
     layout = _checked(shape, placement, sbp)
-    local = make(local_shape(shape, layout, here().rank)).to(device_of(placement))
-    if terms(layout).get(here().rank, 0):
+    local = make(local_shape(shape, layout, current_world().rank)).to(device_of(placement))
+    if terms(layout).get(current_world().rank, 0):
         local = torch.zeros_like(local)
     return wrap(local, shape, layout).requires_grad_(requires_grad)
 
@@ -208,4 +210,4 @@ def _cut(whole: Tensor, layout: GlobalLayout, requires_grad: bool) -> GlobalTens
 
 def device_of(placement: Placement) -> torch.device:
     """Returns the device of this rank that holds its parts of tensors on ``placement``."""
-    return here().device if here().device.type == placement.type else torch.device(placement.type)
+    return current_world().device if current_world().device.type == placement.type else torch.device(placement.type)

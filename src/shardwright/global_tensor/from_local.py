@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.comm.agreement import gather_json, text_digest
 from shardwright.comm.autograd import once
-from shardwright.comm.current_world import everyone_here, here
+from shardwright.comm.current_world import current_world, everyone_here
 from shardwright.errors import LayoutError, PlanError
 from shardwright.global_tensor.boxing import materialized, redistribute_local, run_transfer
 from shardwright.global_tensor.geometry import GlobalLayout, boxes, local_shape, whole_piece
@@ -79,7 +79,7 @@ def from_local(
     if check:
         _check_copies(members, layout)
     back = None if grad_sbp is None else checked_grad_sbp(grad_sbp, layout.sbp, placement, len(first["shape"]))
-    if here().rank not in placement:  # it needs an autograd node too, or it would miss the backward's messages
+    if current_world().rank not in placement:  # it needs an autograd node too, or it would miss the backward's messages
         requires_grad = any(fact["grad"] for fact in members.values())
         part = torch.empty(0, dtype=getattr(torch, first["dtype"]), requires_grad=requires_grad)
     return _FromLocal.apply(part, layout, given, back)  # type: ignore[no-any-return]
@@ -169,12 +169,12 @@ class _FromLocal(torch.autograd.Function):
         cut = boxes(shape, layout)
         ctx.shape, ctx.layout, ctx.held, ctx.local = shape, layout, held, tuple(local.shape)
         ctx.back, ctx.anew = GlobalLayout(layout.placement, back or without_sums(layout.sbp)), held != cut
-        if here().rank not in layout.placement:
-            out = local.new_empty(local_shape(shape, layout, here().rank))
+        if current_world().rank not in layout.placement:
+            out = local.new_empty(local_shape(shape, layout, current_world().rank))
         elif not ctx.anew:  # a copy, since autograd would not notice a later write to the part
             out = local.clone(memory_format=torch.contiguous_format)
         else:  # parts of any sizes become slices as torch.chunk cuts them
-            out = _cut_anew(local, held, cut, layout, local_shape(shape, layout, here().rank))
+            out = _cut_anew(local, held, cut, layout, local_shape(shape, layout, current_world().rank))
         return wrap(out, shape, layout)
 
     @staticmethod
@@ -184,7 +184,7 @@ class _FromLocal(torch.autograd.Function):
             return None, None, None, None
         check_gradient(grad, ctx.layout.placement)
         local = redistribute_local(grad._local_tensor, ctx.shape, GlobalLayout(grad.placement, grad.sbp), ctx.back)
-        if here().rank not in ctx.layout.placement:
+        if current_world().rank not in ctx.layout.placement:
             local = local.new_empty(ctx.local)
         elif ctx.anew:
             local = _cut_anew(local, boxes(ctx.shape, ctx.layout), ctx.held, ctx.layout, ctx.local)
@@ -201,7 +201,7 @@ def _cut_anew(
         return tuple(i for i, one in zip(coord_of[rank], layout.sbp, strict=True) if not is_split(one))
 
     # ranks at one place along the axes that do not split hold slices of the same term and the same copy
-    place = unsplit(here().rank)
+    place = unsplit(current_world().rank)
     ranks = [rank for rank in coord_of if unsplit(rank) == place]
     source = {rank: (whole_piece(held[rank]),) for rank in ranks}
     transfer = plan_transfer(source, {rank: (whole_piece(wanted[rank]),) for rank in ranks})

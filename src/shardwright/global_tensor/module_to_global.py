@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from shardwright.comm.current_world import here
+from shardwright.comm.current_world import current_world
 from shardwright.errors import LayoutError, PlanError, fix_for
 from shardwright.global_tensor.creation import device_of
 from shardwright.global_tensor.geometry import GlobalLayout, local_shape
@@ -117,6 +117,8 @@ def _from_first_rank(tensor: Tensor, layout: GlobalLayout) -> GlobalTensor:
     source = GlobalLayout(Placement(layout.placement.type, (first,), (1,)), (broadcast,))
     device = device_of(layout.placement)
     local = tensor.to(device, copy=True)
-    if here().rank != first:
-        local = torch.empty(local_shape(tuple(tensor.shape), source, here().rank), dtype=tensor.dtype, device=device)
+    if current_world().rank != first:
+        local = torch.empty(
+            local_shape(tuple(tensor.shape), source, current_world().rank), dtype=tensor.dtype, device=device
+        )
     return wrap(local, tuple(tensor.shape), source).to_global(layout.placement, layout.sbp)

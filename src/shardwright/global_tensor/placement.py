@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.comm.current_world import here
+from shardwright.comm.current_world import current_world
 from shardwright.errors import LayoutError
 
 HierarchyIndex = tuple[int, ...]
@@ -118,7 +118,7 @@ def check_placement(given: object) -> None:
 
 
 def _check_in_world(given: Placement) -> None:
-    size, has = here().size, here().device.type
+    size, has = current_world().size, current_world().device.type
     if given.type != has and not (size == 1 and _is_usable(given.type)):
         raise _wrong(
             "a device type that the world does not have", f'{given}, a world on "{has}"', f'"{has}"',
@@ -135,7 +135,9 @@ def _check_in_world(given: Placement) -> None:
 @lru_cache(maxsize=1024)
 def mesh_of(given: Placement) -> DeviceMesh:
     """Returns torch's DeviceMesh with the ranks of a placement; it has no process groups, so nothing is sent."""
-    return DeviceMesh(given.type, torch.tensor(given.ranks).view(given.shape), _init_backend=False, _rank=here().rank)
+    return DeviceMesh(
+        given.type, torch.tensor(given.ranks).view(given.shape), _init_backend=False, _rank=current_world().rank
+    )
 
 
 @lru_cache(maxsize=1024)

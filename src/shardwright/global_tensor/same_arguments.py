@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwright.comm.agreement import check_agreement, gather_json
-from shardwright.comm.current_world import everyone_here, here
+from shardwright.comm.current_world import current_world, everyone_here
 from shardwright.errors import LayoutError
 from shardwright.global_tensor.geometry import GlobalLayout, local_shape
 
@@ -42,8 +42,8 @@ def check_source(x: DTensor, layout: GlobalLayout) -> None:
                 allowed="Shard(dim), Replicate() and Partial('sum')",
                 fix="redistribute it to Replicate() first",
             )
-    held, expected = list(x._local_tensor.shape), list(local_shape(tuple(x.shape), layout, here().rank))
-    is_wrong = here().rank in layout.placement and held != expected
+    held, expected = list(x._local_tensor.shape), list(local_shape(tuple(x.shape), layout, current_world().rank))
+    is_wrong = current_world().rank in layout.placement and held != expected
     # gathered even where this rank's slice is right: all ranks must raise, or none
     for rank, (given, allowed) in enumerate(gather_json(everyone_here(), [held, expected] if is_wrong else [0, 0])):
         if given != allowed:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwright.comm.autograd import once
-from shardwright.comm.current_world import here
+from shardwright.comm.current_world import current_world
 from shardwright.errors import LayoutError, PlanError
 from shardwright.global_tensor.boxing import redistribute_local
 from shardwright.global_tensor.boxing_plan import cheapest_plan
@@ -189,7 +189,7 @@ class GlobalTensor(DTensor):
         held = "nothing on this rank"
         if is_stale(self):
             held = "a view gathered before its base was written to"
-        elif here().rank in self.placement:
+        elif current_world().rank in self.placement:
             held = f"here: {self._local_tensor.detach()}"
         return (
             f"GlobalTensor(shape={list(self.shape)}, dtype={self.dtype}, {self.placement}, "
@@ -233,10 +233,10 @@ class GlobalTensor(DTensor):
 
     def _read(self, verb: str) -> Tensor:
         """Returns the unsharded tensor on this rank, for ``verb``, which needs the same values on every rank."""
-        if set(self.placement.ranks) != set(range(here().size)):
+        if set(self.placement.ranks) != set(range(current_world().size)):
             raise LayoutError(
                 f"'{verb}' needs the values on every rank, and some ranks hold none",
-                given=f"{self.placement}, a world of {here().size}",
+                given=f"{self.placement}, a world of {current_world().size}",
                 allowed="tensors whose placement is the whole world",
                 fix=f"use x.to_global({everywhere(self.placement.type)}, sbp.broadcast), or x.to_local()",
             )
@@ -246,7 +246,7 @@ class GlobalTensor(DTensor):
 
 def everywhere(type: str) -> Placement:
     """Returns the placement of all ranks of the world on one axis, with device type ``type``."""
-    size = here().size
+    size = current_world().size
     return Placement(type, tuple(range(size)), (size,))
 
 
@@ -263,7 +263,7 @@ def wrap(
     Nothing is sent, and only the shape of ``local`` is checked. ``stride`` is the global stride, by default contiguous.
     """
     shape = tuple(shape)
-    expected = local_shape(shape, layout, here().rank)
+    expected = local_shape(shape, layout, current_world().rank)
     assert tuple(local.shape) == expected, f"a local tensor of {tuple(local.shape)}, {expected} expected: {layout}"
     spec = _spec(shape, None if stride is None else tuple(stride), local.dtype, layout)
     return Tensor._dtensor__new__(GlobalTensor, local, spec, requires_grad=False)

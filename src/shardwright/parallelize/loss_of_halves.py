@@ -1,4 +1,4 @@
-"""Compares, in the first step, a user's loss of several samples with what the losses of their halves add up to.
+"""Checks in the first step whether a user's loss of several samples is the sum of the losses of their two halves.
 
 Ranks and microbatches add up the sums and counts of their own samples. That is the loss of one device only if the sum
 and the count of all samples are the sums of those of the parts, which a record of the loss may not show: the mean may

@@ -19,7 +19,7 @@ from shardwright.layout import Layout
 from shardwright.plan.schedule import Schedule
 from shardwright.planner.extended import RepeatedSpan
 from shardwright.planner.moments import front_of
-from shardwright.planner.places import ActionClass, ActionOrder, action_orders, like
+from shardwright.planner.places import ActionClass, ActionOrder, action_orders, nearest_class
 from shardwright.planner.rehearse import MessageRecord, StepRecord
 
 UNSTATED = ("core", "loss")
@@ -210,7 +210,7 @@ def _step_actions(records: LayoutRecords) -> ActionTable:
     def numbers_of(kind: StageRecords, blocks: tuple[int, ...], classes: tuple[ActionClass, ...]) -> Iterator[int]:
         fewer, more = kind.fewer, kind.fewer if kind.more is None else kind.more
         for place in classes:
-            known = like(place, fewer.actions)
+            known = nearest_class(place, fewer.actions)
             assert known is not None, "checked when the layout was recorded"
             span, is_last = kind.span(blocks, place.slot), not place.before
             yield number(ActionRehearsal(fewer.actions[known], more.actions[known], span, False, is_last))

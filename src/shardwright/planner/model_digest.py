@@ -1,4 +1,4 @@
-"""Describes modules as bytes that differ where what a rehearsal finds of them may: with shapes in place of parameters.
+"""A digest of a model's code, settings and shapes: models of equal digests give equal rehearsals, which are kept by it.
 
 The bytes are a pickle, which is written to be compared alone: the library never reads it.
 """

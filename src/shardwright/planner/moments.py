@@ -11,7 +11,10 @@ Moments = Sequence[tuple[int, ...]]
 
 
 def front_of(fewer: Moments, more: Moments) -> tuple[int, int]:
-    """Returns how many moments with fewer blocks come before the end of the last block, and how many others differ.
+    """Aligns the memory traces of one action from two rehearsals, one of which has more blocks.
+
+    It returns how many moments of the shorter trace come before the end of the last block, where those of the further
+    blocks are put in, and how many others differ.
 
     With as many moments of both matched from the start, and the others from the end, most changes from moment to moment
     are the same: of such numbers the largest is returned. The second number is that of the changes that differ all the

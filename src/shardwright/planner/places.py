@@ -93,11 +93,11 @@ def _ends(codes: list[int], code: int, first: int) -> dict[int, str]:
     return {first: "first", **second, last: "last"}
 
 
-def like(place: ActionClass, actions: Collection[ActionClass]) -> ActionClass | None:
-    """Returns the one of the classes ``actions`` that is most like the class ``place``, or None if none is like it.
+def nearest_class(place: ActionClass, actions: Collection[ActionClass]) -> ActionClass | None:
+    """Returns the class of actions among ``actions`` that stands for the class ``place``, or None if none does.
 
-    Like it are those of the same chunk of their stage, kind (F, B, I or W) and order, except that "second", "between"
-    and "last" may stand for each other. Of these, the one with the most equal order and neighbours is returned.
+    It has the same chunk of its stage, kind (F, B, I or W) and order, except that "second", "between" and "last" may
+    stand for each other. Of several, the one with the most equal order and neighbours is returned.
     """
     if place in actions:
         return place
@@ -164,7 +164,7 @@ def has_all_actions(few: Schedule, schedule: Schedule) -> bool:
     known = [each.classes for each in action_orders(few)]
     kinds = (kind_of(stage, schedule.num_stages, few.num_stages) for stage in range(schedule.num_stages))
     return all(
-        like(place, known[kind])
+        nearest_class(place, known[kind])
         for kind, order in zip(kinds, action_orders(schedule), strict=True)
         for place in order.classes
     )

@@ -21,7 +21,7 @@ _OF_A_PLACE = ("offload_folder",)
 
 
 def compare_runs(runs: Sequence[TrainingRun]) -> dict[str, Any]:
-    """Returns the figures of several runs, the options in which they differ, and remarks, as plain data for JSON.
+    """Compares training runs: returns their figures, the options in which they differ, and remarks, ready for JSON.
 
     ``runs`` has, for each run, its name, layouts, number of ranks and of steps, first and last loss, last evaluation
     loss, the medians of step time and throughput and the highest peak of memory, of the last part of the run; what was

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from shardwright.checkpoint.loading import load
 from shardwright.checkpoint.saving import save
-from shardwright.comm.current_world import here
+from shardwright.comm.current_world import current_world
 from shardwright.comm.started_world import is_started
 from shardwright.comm.world import World
 from shardwright.devices import backend_of, default
@@ -477,7 +477,7 @@ def _with_loss(output: Any, loss: Tensor) -> ModelOutput:
 def _world() -> World:
     if is_started() and not dist.is_initialized():
         dist.init_process_group(backend_of(default().type))
-    return here()
+    return current_world()
 
 
 def _first_batch(loader: DataLoader[Any]) -> Any:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from shardwright.comm.current_world import here
+from shardwright.comm.current_world import current_world
 from shardwright.errors import LayoutError
 from shardwright.global_tensor.boxing import redistribute_local
 from shardwright.global_tensor.geometry import GlobalLayout
@@ -113,7 +113,7 @@ def _execute(call: OperatorCall, leaves: list[Any], spec: Any) -> Any:
         for x, sbp in zip(call.tensors, decision.ins, strict=True)
     ]
     result = empty_results(call, decision)
-    if result is not None or here().rank not in call.placement:
+    if result is not None or current_world().rank not in call.placement:
         try_out(call)
         return _returned(call, decision, result)
     local = iter(local_inputs)
@@ -179,7 +179,7 @@ def _as_global(func: Any, leaf: Any, placement: Placement) -> Any:
             f"{kind} of shape {list(leaf.shape)} beside one on {placement}",
             "write to_global(x, placement, sbp) for the plain one",
         )
-    local = leaf.detach() if here().rank in placement else leaf.new_empty((0,) * max(leaf.ndim, 1))
+    local = leaf.detach() if current_world().rank in placement else leaf.new_empty((0,) * max(leaf.ndim, 1))
     made = wrap(local, tuple(leaf.shape), GlobalLayout(placement, (broadcast,) * placement.ndim))
     made._plain = leaf  # rules read it: partial sums pass a factor only if it is finite
     return made
@@ -209,7 +209,7 @@ def _is_composite(call: OperatorCall) -> bool:
 def _decision(call: OperatorCall) -> ShardingDecision:
     replicated = all(one.is_replicate() for x in call.tensors for one in x.sbp)
     if call.name in _VALUE_DEPENDENT or (call.name == "index" and indexing.is_by_mask(call)):
-        if not replicated or call.placement.size < here().size:
+        if not replicated or call.placement.size < current_world().size:
             raise refusal(call, "the shape of its result depends on values that not every rank has")
         return ShardingDecision([x.sbp for x in call.tensors], [])
     key, call.outputs = _outputs(call)
@@ -282,7 +282,7 @@ def _returned(call: OperatorCall, decision: ShardingDecision, result: Any) -> An
         call.outputs = [torch.empty(shape, device="meta") for shape in shapes]
     # in inference mode a view of a normal tensor is a normal tensor, as in torch
     is_plain_view = schema._is_view_op() and not call.tensors[0].is_inference()
-    many, member = isinstance(result, (tuple, list)), here().rank in call.placement
+    many, member = isinstance(result, (tuple, list)), current_world().rank in call.placement
     wrapped = []
     for number, local in enumerate(_as_list(result)):
         meta = call.outputs[number] if number < len(call.outputs) else None

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_flatten, tree_map
 
-from shardwright.comm.current_world import here
+from shardwright.comm.current_world import current_world
 from shardwright.errors import PlanError
 from shardwright.global_tensor.geometry import GlobalLayout, local_shape
 from shardwright.global_tensor.placement import Placement
@@ -152,7 +152,7 @@ class ShardingDecision:
         """Returns the shape of this rank's local tensor of output number ``output`` of the call."""
         given = call.outputs[output]
         assert given is not None
-        return local_shape(tuple(given.shape), GlobalLayout(call.placement, self.outs[output]), here().rank)
+        return local_shape(tuple(given.shape), GlobalLayout(call.placement, self.outs[output]), current_world().rank)
 
 
 def to_sbp(letter: Letter) -> Sbp:
@@ -209,10 +209,10 @@ def empty_results(call: OperatorCall, decision: ShardingDecision) -> Any:
     takes empty tensors; but it must run the operator if ``decision.run`` calls collectives, or if its slice of an
     output has elements, unless these are the zeros of a partial sum.
     """
-    if here().rank not in call.placement:
+    if current_world().rank not in call.placement:
         return _zero_results(call, decision)
     if decision.communicates or not decision.outs or not any(
-        x.numel() and 0 in local_shape(tuple(x.shape), GlobalLayout(call.placement, sbp), here().rank)
+        x.numel() and 0 in local_shape(tuple(x.shape), GlobalLayout(call.placement, sbp), current_world().rank)
         for x, sbp in zip(call.tensors, decision.ins, strict=True)
     ):  # fmt: skip
         return None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.comm.current_world import here
+from shardwright.comm.current_world import current_world
 from shardwright.errors import explain
 from shardwright.global_tensor.geometry import GlobalLayout, boxes
 from shardwright.global_tensor.rules import pointwise
@@ -38,7 +38,7 @@ def _run_embedding(
 ) -> Tensor:
     table: Tensor = args[0]
     index: Tensor = args[1]
-    held = boxes(call.shapes[0], GlobalLayout(call.placement, decision.ins[0]))[here().rank]
+    held = boxes(call.shapes[0], GlobalLayout(call.placement, decision.ins[0]))[current_world().rank]
     if held.shape[0] == call.shapes[0][0]:
         return torch.nn.functional.embedding(index, table)
     first, last = held.start[0], held.stop[0]

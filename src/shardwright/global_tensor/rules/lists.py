@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.comm.current_world import here
+from shardwright.comm.current_world import current_world
 from shardwright.errors import PlanError
 from shardwright.global_tensor.sbp import sbp_text
 from shardwright.global_tensor.tensor import GlobalTensor
@@ -99,7 +99,7 @@ def _fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     held = [
         number
         for number, parameter in enumerate(lists["self"])
-        if here().rank in parameter.placement and parameter._local_tensor.numel()
+        if current_world().rank in parameter.placement and parameter._local_tensor.numel()
     ]
     if held:  # lists of state that the optimizer does not use are empty
         local = {

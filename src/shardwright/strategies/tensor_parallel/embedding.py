@@ -68,7 +68,7 @@ class EmbeddingNote(OperatorNote):
             num_bytes = int(sum(here.shard.sizes(each.rows, each.axis)) * numbers) * INDEX_BYTES
             yield Traffic("all_gather", each.axis, num_bytes, here.plan.mesh[each.axis], call.num_forwards)
         num_rows = here.num_rows(self.rows, call.y_shape) if self.per_sample else prod(call.y_shape[:-1])
-        yield from here.summed(self.sums, (num_rows, self.width(here.coord)), call, path in here.trained)
+        yield from here.output_traffic(self.sums, (num_rows, self.width(here.coord)), call, path in here.trained)
 
 
 def place_tables(draft: PlanDraft) -> None:

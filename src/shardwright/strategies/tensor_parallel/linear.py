@@ -87,13 +87,13 @@ class LinearNote(OperatorNote):
         """Yields the collectives of the input, the output and the weight, forward and backward."""
         trained, weight = path in here.trained, here.weights[path]
         again = not here.mode.keep and weight not in here.plan.frozen
-        yield from here.taken(self.input_moves(), self.step.rows_before, self.x, call, again=again)
+        yield from here.input_traffic(self.input_moves(), self.step.rows_before, self.x, call, again=again)
         moves = self.output_moves()
         num_rows = here.num_rows(self.step.rows_gathered, call.y_shape)
         shape = (num_rows, width(self.y.held(here.coord, over=[m.axis for m in moves if m.kind == "features"])))
-        yield from here.summed(moves, shape, call, call.needs_gradient or trained)
+        yield from here.output_traffic(moves, shape, call, call.needs_gradient or trained)
         again = not here.mode.keep and call.needs_gradient
-        yield from here.fetched(weight, self.fetches, call.num_forwards + again)
+        yield from here.weight_traffic(weight, self.fetches, call.num_forwards + again)
 
     def fetched(self) -> Iterator[tuple[str, Sequence[str]]]:
         """Yields the weight with the axes of its all-gather, of which there may be none."""
@@ -129,7 +129,7 @@ class EntryNote(OperatorNote):
 
     def traffic(self, here: RankTraffic, path: str, call: ModuleCall) -> Iterator[Traffic]:
         """Yields the all-gathers of the shared input, and the sums of its gradient."""
-        yield from here.taken(self.input_moves(), self.step.rows_before, self.x, call)
+        yield from here.input_traffic(self.input_moves(), self.step.rows_before, self.x, call)
 
 
 # ---- what is cut

@@ -59,7 +59,11 @@ class LossNote(OperatorNote):
         rank.operator(module, "cross entropy of cut classes", forward)
 
     def traffic(self, here: RankTraffic, path: str, call: ModuleCall) -> Iterator[Traffic]:
-        """Yields the all-gathers of targets, losses, and a few numbers of each token."""
+        """Yields the traffic of the vocabulary-parallel cross entropy.
+
+        Over the axes that cut tokens, targets and losses are all-gathered; over those that cut classes, a few numbers
+        of each token.
+        """
         of_each = here.rows_each(call.y_shape)
         num_rows = here.num_rows((), call.y_shape)
         element_bytes = max(call.element_bytes, 4)  # losses are no narrower than float32

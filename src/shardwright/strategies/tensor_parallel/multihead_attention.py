@@ -130,14 +130,14 @@ class MultiheadNote(OperatorNote):
         for moves, tokens, num_features, learns, twice in operands:
             shape = (attention.num_samples, tokens, num_features)
             operand = ModuleCall(shape, shape, call.element_bytes, learns, num_forwards=call.num_forwards)
-            yield from here.taken(moves, before, Features.balanced(num_features, ()), operand, again=twice)
+            yield from here.input_traffic(moves, before, Features.balanced(num_features, ()), operand, again=twice)
         of_each = [attention.mask] * attention.mask_learns + [attention.padding] * attention.padding_learns
         learnt = [attention.shared_mask, *(here.num_held(before) * size for size in of_each)]
         for axis in (each.axis for each in moved if each.kind == "whole"):
             for size in learnt:
                 yield Traffic("all_reduce", axis, size * call.element_bytes, here.plan.mesh[axis])
         for _, name, axes in self.projections:
-            yield from here.fetched(name, axes, call.num_forwards + (again and attention.inputs[0][2]))
+            yield from here.weight_traffic(name, axes, call.num_forwards + (again and attention.inputs[0][2]))
         if self.inside:
             made = (self.bias, *(each.name for each in self.projections[:2]))  # queries and keys
             learns = attention.scores_learn or any(name is not None and name not in frozen for name in made)
@@ -147,7 +147,7 @@ class MultiheadNote(OperatorNote):
         if attention.weights:
             given = (here.num_held(self.after.rows_gathered), attention.weights)
             of_samples = replace(call, y_shape=(here.num_held(()), attention.weights))
-            yield from here.summed(self.output_moves(), given, of_samples, attention.weights_learn)
+            yield from here.output_traffic(self.output_moves(), given, of_samples, attention.weights_learn)
 
     def fetched(self) -> Iterator[tuple[str, Sequence[str]]]:
         """Yields the packed weight of q, k and v, with the axes of its all-gather."""

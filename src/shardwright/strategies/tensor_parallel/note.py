@@ -1,4 +1,6 @@
-r"""What the plan says of one module that tensor parallelism cuts; each kind of operator has its own note, in its file.
+r"""``OperatorNote``: a module's entry in a tensor-parallel plan; each kind of operator has a class of its own.
+
+It says how the module is cut, what replaces its forward, and what it sends.
 
 ::
 

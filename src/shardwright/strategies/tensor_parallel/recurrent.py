@@ -45,7 +45,7 @@ class RecurrentHost(CallHost, Protocol):
     """What recurrent layers need of the torch function mode that runs them."""
 
     def whole(self, x: Tensor) -> Tensor:
-        """Returns the whole of a tensor that is a shard."""
+        """All-gathers a tensor that is a shard; any other is returned unchanged."""
 
 
 def recurrent_on_shards(host: RecurrentHost, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:

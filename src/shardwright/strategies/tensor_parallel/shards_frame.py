@@ -40,7 +40,7 @@ class HeldShard(NamedTuple):
 
     @property
     def store(self) -> dict[str, Any]:
-        """The module's dict of parameters or buffers, read anew: another strategy may have replaced the dict."""
+        """``module._parameters`` or ``module._buffers``, looked up at each access because ZeRO replaces the former."""
         store: dict[str, Any] = getattr(self.module, self.kind)
         return store
 

@@ -77,10 +77,10 @@ class RankTraffic:
             return given
         return int(self.num_held(rows) * self.rows_each(shape))
 
-    def taken(
+    def input_traffic(
         self, moves: Sequence[AxisMove], rows: RowMoves, x: Features, call: ModuleCall, *, again: bool = False
     ) -> Iterator[Traffic]:
-        """Yields the all-gathers of an input, and the reduce-scatters or all-reduces of its gradient.
+        """Yields the collectives of a layer's input: all-gathers, and reduce-scatters or all-reduces of its gradient.
 
         ``moves`` are the input's collectives; before them ``rows`` and ``x`` say how its rows and features are cut.
         With ``again`` the backward all-gathers it once more.
@@ -99,7 +99,7 @@ class RankTraffic:
                 kind = "all_reduce" if each.kind == "whole" else "reduce_scatter"
                 yield Traffic(kind, each.axis, num_bytes, size)
 
-    def summed(
+    def output_traffic(
         self, moves: Sequence[AxisMove], shape: tuple[int, int], call: ModuleCall, learns: bool
     ) -> Iterator[Traffic]:
         """Yields the reduce-scatters or all-reduces of an output, and the all-gathers of its gradient."""
@@ -118,7 +118,7 @@ class RankTraffic:
             else:
                 shape = (shape[0], each.feature_sizes(self.coord)[index])
 
-    def fetched(self, name: str, axes: Sequence[str], times: int) -> Iterator[Traffic]:
+    def weight_traffic(self, name: str, axes: Sequence[str], times: int) -> Iterator[Traffic]:
         """Yields the all-gathers of a weight, and the reduce-scatters of its gradient."""
         layout = self.plan.compute[name]
         for number, axis in enumerate(axes):
