@@ -441,7 +441,7 @@ def _chain_to(row: fx.Node, root: nn.Module, path: str) -> LayerChain | None:
     widths = {layer.out_features for node in columns if isinstance(layer := module_of(node, root), nn.Linear)}
     if len(widths) > 1:
         return None  # broadcasting between shards would pair the wrong features
-    inputs = {node.all_input_nodes[0] for node in columns}
+    inputs = {each for node in columns for each in node.all_input_nodes[:1]}  # none of a layer that is given a buffer
     entry = next(node for node in row.graph.nodes if node.op == "placeholder")
     # only then can one all-reduce of the module's input gradient serve all columns
     shared = len(columns) > 1 and inputs == {entry} and set(entry.users) == set(columns) and not has_hooks(root)

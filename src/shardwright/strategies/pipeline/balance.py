@@ -101,9 +101,7 @@ class StageShares:
         """
         held = self.held_before[stop] - self.held_before[first]
         if len(self.stage_of) == self.num_stages:
-            held += sum(
-                size for size, calls in self.several if calls[0] < first and any(first <= call < stop for call in calls)
-            )
+            held += sum(size for size, calls in self.several if calls[0] < first and _has_between(calls, first, stop))
         return self.work_before[stop] - self.work_before[first], held
 
     def folded(self) -> Bounds | None:
@@ -141,6 +139,12 @@ class StageShares:
                         found[first] = last, (*fronts, first), (last, *backs)
             taken = found
         return next(((*fronts, *backs[1:]) for first, (last, fronts, backs) in taken.items() if first == last), None)
+
+
+def _has_between(calls: Sequence[int], first: int, stop: int) -> bool:
+    """Returns whether one of the ``calls``, whose numbers rise, is ``first`` or later and before ``stop``."""
+    place = bisect_left(calls, first)
+    return place < len(calls) and calls[place] < stop
 
 
 def evened(cuts: Sequence[Sequence[int]], shares: StageShares, sent: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Any
@@ -442,6 +442,7 @@ def _balanced(
     uses = [frozenset[str]().union(*uses[first:stop]) for first, stop in pairwise(places)]
     shares = StageShares(works, uses, sizes, stage_of)
 
+    @cache
     def loads(first: int, stop: int) -> tuple[float, float]:
         work, held = shares.of_run(first, stop)
         # memory counts where it is more uneven than work by what show names a stage for
@@ -459,6 +460,11 @@ def _balanced(
         most_work = UNEVEN / num_chunks
         least_held = held_within(most_work)
     most_held = max(least_held * (1 + 1e-9), 1 / num_chunks)
+    if most_work * num_chunks > UNEVEN:  # as where every stage runs a part of one loop, and so holds its weights
+        loose = most_held * UNEVEN  # little less memory is not worth stages of uneven work
+        least_work = best(lambda work, held, _: (0.0 if held <= loose else float("inf"), work))[0][1]
+        most_work = min(most_work, max(least_work * SLACK, UNEVEN / num_chunks))
+        most_held = max(held_within(most_work) * (1 + 1e-9), 1 / num_chunks)
 
     def sent_bytes(work: float, held: float, first: int) -> CutCost:
         fits = work <= most_work and held <= most_held
@@ -479,7 +485,7 @@ def _best(num: int, num_chunks: int, price: Callable[[int, int], CutCost]) -> tu
     best: list[tuple[CutCost, list[int]]] = [(price(0, stop) if stop else worst, [0]) for stop in range(num + 1)]
     for chunk in range(1, num_chunks):
         row: list[tuple[CutCost, list[int]]] = [(worst, [])] * (num + 1)
-        for stop in range(chunk + 1, num + 1):
+        for stop in range(chunk + 1, num + 1) if chunk + 1 < num_chunks else [num]:  # the last run ends with the items
             options = []
             for at in range(chunk, stop):
                 (added, largest), (more, size) = best[at][0], price(at, stop)
