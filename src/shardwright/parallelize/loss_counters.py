@@ -8,14 +8,17 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 
+from shardwright.analysis.reached import attributes, reached
 from shardwright.errors import explain
 from shardwright.layout import Layout
+from shardwright.parallelize.loss_settings import settings_of
 
 
 def counters_of(loss: nn.Module) -> Mapping[tuple[str, str], tuple[int, int]]:
     """Returns what a loss may count with: whole numbers among its attributes, and how often its buffers were written.
 
-    Each is by module and attribute name, as its kind (0: a number, 1: a buffer) and its value.
+    Each is by module and attribute name, as its kind (0: a number, 1: a buffer) and its value. Numbers are also those
+    that objects, dicts and lists hold which the loss refers to, as a closure does, by their path and name.
 
     >>> counters_of(nn.CrossEntropyLoss())
     {('', 'ignore_index'): (0, -100)}
@@ -25,6 +28,12 @@ def counters_of(loss: nn.Module) -> Mapping[tuple[str, str], tuple[int, int]]:
         found |= {(path, name): (0, value) for name, value in vars(module).items() if type(value) is int}
         buffers = ((name, each) for name, each in module._buffers.items() if each is not None)
         found |= {(path, name): (1, each._version) for name, each in buffers if not each.is_inference()}
+    settings = settings_of(loss)  # of the loss that was given, which no call changes
+    for path, holder in reached(loss, {id(settings): settings}):
+        if not isinstance(holder, nn.Module):
+            items = [*attributes(holder).items(), *(holder.items() if isinstance(holder, dict) else ())]
+            items += [(str(number), each) for number, each in enumerate(holder)] if isinstance(holder, list) else []
+            found |= {(path.lstrip("."), str(name)): (0, value) for name, value in items if type(value) is int}
     return found
 
 

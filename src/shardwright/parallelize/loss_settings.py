@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from shardwright.analysis.reached import ATOMS
@@ -19,36 +21,78 @@ _FOLLOWED = "_followed_settings"
 
 
 class LossSettings:
-    """The numbers, text and flags among the attributes of a user's loss, which a run's copy of the loss takes over.
+    """The numbers, text, flags and tensors that a user's loss holds, which a run's copy of the loss takes over.
 
-    They are found once, in both. Each has the value that it had when the copy last took it.
+    They are found once, in both: in attributes, dicts, lists, buffers, closures and arguments of partials. Each has the
+    value that it had when the copy last took it. A tensor is taken over too when it was written to.
     """
 
     def __init__(self, given: Any, own: Any) -> None:
         self._settings = [
-            _Setting(mine, theirs, key, value)
+            _Setting(mine, theirs, key, value, _version_of(value))
             for mine, theirs in _pairs(given, own, set())
-            for key, value in theirs.items()
-            if type(value) in ATOMS and mine.get(key, _MISSING) == value
+            for key, value in _items(theirs)
+            if _is_followed(value) and _is_same(_at(mine, key), value)
         ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LossSettings:
+        return (
+            self  # a copy of the run's loss, as for a rehearsal, follows nothing; the tensors held here are not copied
+        )
 
     def renew(self) -> None:
         """Gives the copy each setting that has changed since, as by ``loss.beta = 0.5``; called before each step."""
-        for number, (mine, theirs, key, before) in enumerate(self._settings):
-            value = theirs.get(key, before)
-            if value is not before and type(value) in ATOMS:
-                mine[key] = value
-                self._settings[number] = _Setting(mine, theirs, key, value)
+        for number, (mine, theirs, key, before, version) in enumerate(self._settings):
+            value = _at(theirs, key, before)
+            if (value is not before or _version_of(value) != version) and _is_followed(value):
+                mine[key] = _taken_over(value, _at(mine, key))
+                self._settings[number] = _Setting(mine, theirs, key, value, _version_of(value))
 
 
 class _Setting(NamedTuple):
-    mine: MutableMapping[str, Any]
-    theirs: MutableMapping[str, Any]
-    key: str
+    mine: Any
+    theirs: Any
+    key: Any
     before: Any
+    version: int
 
 
-_MISSING = object()
+def _is_followed(value: Any) -> bool:
+    return type(value) in ATOMS or isinstance(value, Tensor)
+
+
+def _version_of(value: Any) -> int:
+    """Returns how often a tensor was written to, as far as torch counts that; 0 for other values."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _is_same(mine: Any, theirs: Any) -> bool:
+    """Returns whether the copy has a setting as the original has it; tensors are not compared."""
+    if isinstance(theirs, Tensor):
+        return isinstance(mine, Tensor)
+    return type(mine) is type(theirs) and bool(mine == theirs)
+
+
+def _taken_over(value: Any, mine: Any) -> Any:
+    """Returns what the copy has in place of its own value: numbers as they are, tensors as copies on its device."""
+    if not isinstance(value, Tensor) or mine is value:
+        return value
+    if isinstance(mine, Tensor) and mine.shape == value.shape:
+        with torch.no_grad():
+            mine.copy_(value)
+        return mine
+    return value.detach().to(mine.device if isinstance(mine, Tensor) else value.device, copy=True)
+
+
+def _items(holder: Any) -> list[tuple[Any, Any]]:
+    return list(holder.items() if isinstance(holder, dict) else enumerate(holder))
+
+
+def _at(holder: Any, key: Any, otherwise: Any = None) -> Any:
+    """Returns the item of a dict or a list, or ``otherwise`` if there is none."""
+    if isinstance(holder, dict):
+        return holder.get(key, otherwise)
+    return holder[key] if key < len(holder) else otherwise
 
 
 def follow_settings(given: Any, own: nn.Module) -> None:
@@ -76,16 +120,25 @@ def settings_of(loss: nn.Module) -> LossSettings | None:
     return found
 
 
-def _pairs(given: Any, own: Any, seen: set[int]) -> Iterator[tuple[MutableMapping[str, Any], MutableMapping[str, Any]]]:
-    """Yields, for each object that the loss was copied with, the copy's attributes or items and the original's."""
+def _pairs(given: Any, own: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
+    """Yields the dicts and lists that may hold settings, of each object in the loss: the copy's and the original's."""
     if given is own or id(given) in seen or type(given) is not type(own) or isinstance(given, Tensor | type):
         return
     seen.add(id(given))
     if isinstance(given, MethodType):
         yield from _pairs(given.__self__, own.__self__, seen)
     elif isinstance(given, partial):
-        yield from _pairs(given.func, own.func, seen)
-        yield from _pairs(given.keywords, own.keywords, seen)
+        for part in ("func", "args", "keywords"):
+            yield from _pairs(getattr(given, part), getattr(own, part), seen)
+    elif isinstance(given, list | tuple) and len(given) == len(own) <= MOST_ENTRIES:
+        if isinstance(given, list):
+            yield own, given
+        for theirs, mine in zip(given, own, strict=True):
+            yield from _pairs(theirs, mine, seen)
+    elif isinstance(given, FunctionType):  # it was rebuilt, since it holds a module, of which the copy has another
+        for theirs, mine in zip(given.__closure__ or (), own.__closure__ or (), strict=True):
+            with suppress(ValueError):  # a cell may be empty
+                yield from _pairs(theirs.cell_contents, mine.cell_contents, seen)
     else:
         theirs, mine = (each if isinstance(each, dict) else getattr(each, "__dict__", None) for each in (given, own))
         is_table = isinstance(given, dict) and len(given) > MOST_ENTRIES

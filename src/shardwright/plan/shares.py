@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
+from shardwright.analysis.chunks_by_parameter import chunks_by_parameter
 from shardwright.axes import layout_axes
 from shardwright.plan.event_stages import UNEVEN, EventStages
 from shardwright.plan.plan import Plan
@@ -139,12 +140,14 @@ def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
     if schedule is None or stages is None:
         return ()
     all_work = sum(cost.work for cost in stages.costs) or 1.0
-    all_bytes = sum(cost.parameter_bytes for cost in stages.costs) or 1
-    found = []
+    sizes = {name: p.nbytes for name, p in stages.model.named_parameters()}
+    all_bytes = sum(sizes.values()) or 1
+    homes, found = chunks_by_parameter(stages.chunked), []
     for stage in range(schedule.num_stages):
         chunks, why = schedule.chunks_of(stage), list[str]()
         work = sum(stages.costs[chunk].work for chunk in chunks) / all_work
-        held = sum(stages.costs[chunk].parameter_bytes for chunk in chunks) / all_bytes
+        # a parameter that chunks of several stages use is on each of them
+        held = sum(sizes.get(name, 0) for name, at in homes.items() if not set(chunks).isdisjoint(at)) / all_bytes
         if isinstance(stages, EventStages):
             why += [stages.costliest(chunks)] if work * schedule.num_stages > UNEVEN else []
         if held * schedule.num_stages > UNEVEN:
