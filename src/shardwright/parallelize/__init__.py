@@ -43,6 +43,7 @@ from shardwright.parallelize.checks import (
 from shardwright.parallelize.first_batch import FirstBatchChecker
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.loss_settings import follow_settings
+from shardwright.parallelize.loss_watch import note_attributes
 from shardwright.parallelize.outputs import join_by_hand
 from shardwright.parallelize.planning import (
     PLANNING,
@@ -156,7 +157,7 @@ def parallelize(
     check_model(model)
     check_names(model, layout)
     example = as_tensors(example)
-    given, loss = loss, copied_loss(loss_for(loss, model))
+    given, loss = loss, copied_loss(loss_for(loss, model), model)
     check_loss(loss)
     follow_settings(given, loss)
     with PLANNING, left_untouched(model, replaced_only=True):
@@ -180,6 +181,7 @@ def parallelize(
         with PLANNING:
             warn_of_means(job.graph, loss, plan, world)
             warn_of_counts(job.graph, loss, plan, world)
+            note_attributes(loss, job.graph)
     is_alone = world.size * layout.num_microbatches == 1
     first_batch = FirstBatchChecker(job, plan, world, strategies) if example is None and not is_alone else None
     return _started(job, plan, chosen, world, model, seed, stop_at_nan, check_every, first_batch)

@@ -38,6 +38,7 @@ from shardwright.layout import Layout, has_stages
 from shardwright.mesh import Coord
 from shardwright.parallelize.auto import num_shares, samples_of, settle, with_suggestions
 from shardwright.parallelize.checks import check_held, check_microbatches, check_renormed
+from shardwright.parallelize.loss_watch import note_copies
 from shardwright.parallelize.rank_check import check_traffic
 from shardwright.parallelize.rehearsal import MicrobatchRehearsal, crossings, values_crossing
 from shardwright.plan.alike_ranks import AlikeRanks
@@ -65,15 +66,17 @@ threads.
 """
 
 
-def copied_loss(loss: nn.Module) -> nn.Module:
+def copied_loss(loss: nn.Module, model: nn.Module | None = None) -> nn.Module:
     """Returns a copy of a loss with buffers of its own, such as a running mean: ranks that are threads share no buffer.
 
-    Parameters share memory with those of ``loss``.
+    Parameters share memory with those of ``loss``. If the loss refers to modules of the plain ``model``, their copies
+    are noted (:func:`~shardwright.parallelize.loss_watch.note_copies`).
 
     Raises: PlanError: the loss holds the model of another run, of which this rank has parts.
     """
+    memo = dict[int, Any]()
     try:
-        return structural_copy(loss, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
+        copy = structural_copy(loss, lambda each: each if isinstance(each, nn.Parameter) else each.clone(), memo)
     except ShardError as failure:
         raise PlanError(
             "the loss holds the model of a run, of which this rank has parts",
@@ -81,6 +84,9 @@ def copied_loss(loss: nn.Module) -> nn.Module:
             allowed="frozen modules that are whole on each rank, such as the model of a run under dp",
             fix="in a GAN, lay the discriminator out by dp: its ranks have all of it",
         ) from failure
+    if model is not None:
+        note_copies(copy, model, memo)
+    return copy
 
 
 def without_storage(model: nn.Module) -> nn.Module:
@@ -88,16 +94,19 @@ def without_storage(model: nn.Module) -> nn.Module:
     return structural_copy(model, lambda tensor: tensor.to("meta"))
 
 
-def structural_copy(model: nn.Module, seen_as: Callable[[Tensor], Tensor] = Tensor.detach) -> nn.Module:
+def structural_copy(
+    model: nn.Module, seen_as: Callable[[Tensor], Tensor] = Tensor.detach, memo: dict[int, Any] | None = None
+) -> nn.Module:
     """Returns a copy of a model with new modules whose tensors share memory with the original's.
 
     ``seen_as(tensor)`` returns the tensor that the copy has in place of a parameter or buffer, by default a view of it.
     Tied tensors stay tied. Modules that the model holds in a plain list or a closure, without registering them, are
-    copied too. Sparse buffers that no checkpoint has are plain attributes of the copy.
+    copied too. Sparse buffers that no checkpoint has are plain attributes of the copy. All copies are added to
+    ``memo``, by the ids of what they are copies of.
 
     Raises: PlanError: a function that holds a part of the model, as in a closure, cannot be rebuilt for the copy.
     """
-    memo: dict[int, Any] = {}
+    memo = {} if memo is None else memo
     for each in (model, *unregistered(model)):
         for p in each.parameters():
             if id(p) not in memo:

@@ -8,7 +8,7 @@ registered for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
 from typing import Any
@@ -47,6 +47,7 @@ from shardwright.parallelize.loss_counters import counters_of, warn_of_counters
 from shardwright.parallelize.loss_of_halves import warn_of_halves
 from shardwright.parallelize.loss_reads import leaves_read, now_in_graph
 from shardwright.parallelize.loss_settings import settings_of
+from shardwright.parallelize.loss_watch import RefusesGradients, attributes_watched, takes_gradients
 from shardwright.parallelize.no_samples import NoSampleChecker
 from shardwright.parallelize.outputs import OutputShare, can_join, described, join_parts
 from shardwright.parallelize.overlapped_update import Mean, overlap_updates, overlapped_offload
@@ -104,6 +105,7 @@ class TrainStep:
         self._reads_loss = self._is_of_parts = not known and (several or bool(plan.row_axes))
         self._meets = False  # whether samples are known to meet in the loss
         self._is_checked = self._everyone.device.type == "meta"  # of a rehearsal, where no rank has values
+        self._takes_gradients = plan.schedule is not None and not known and takes_gradients(loss)
         self._settings, self._check_reads, self._knows_reads = settings_of(loss), check_reads, known or self._is_checked
 
     def take(self, batch: Microbatch, update: torch.optim.Optimizer | None, number: int) -> tuple[Tensor, Tensor]:
@@ -182,7 +184,8 @@ class TrainStep:
             return self._checked_loss(output, targets)
         self._knows_reads, since, several = True, now_in_graph(), self.plan.layout.num_microbatches > 1
         counters = counters_of(self.loss) if several else {}
-        result = self._checked_loss(output, targets)
+        with attributes_watched(self.loss, self._executor.model):
+            result = self._checked_loss(output, targets)
         if several:
             warn_of_counters(self.loss, counters, self.plan.layout, stacklevel=3)
         if isinstance(result, tuple) and isinstance(result[0], Tensor):
@@ -194,9 +197,13 @@ class TrainStep:
         self._is_checked = True
         if is_first and (tp is not None or self.plan.schedule is not None):  # ranks have parts of the model
             is_last = self.plan.schedule is not None and dist.is_available() and dist.is_initialized()
-            with RefusesCollective() if is_last else nullcontext():
+            with RefusesCollective() if is_last else nullcontext(), self._refuses_gradients(output):
                 return checked_loss(self.loss, output, targets, str(tp or "pp"), all_of=tp is not None)
-        return self.loss(output, targets)
+        with self._refuses_gradients(output):
+            return self.loss(output, targets)
+
+    def _refuses_gradients(self, output: Any) -> AbstractContextManager[Any]:
+        return RefusesGradients(output) if self._takes_gradients else nullcontext()
 
     @torch.no_grad()
     def evaluate(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
