@@ -206,12 +206,20 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 def given_to(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Splits a batch's inputs into positional and named arguments, as :func:`call_model` passes them to the model.
 
-    In place of marks are the tensors and lists that they mark.
+    In place of marks are the tensors and lists that they mark. Dicts and lists inside are copies: code may pop from
+    them, and a batch is given to several calls.
 
     >>> given_to(1), given_to([1, 2]), given_to({"x": 3})
     (((1,), {}), ((1, 2), {}), ((), {'x': 3}))
     """
     inputs = (unmarked(inputs),) if is_mark(inputs) else unmarked(inputs)
     if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
+        return (), {name: _with_own_containers(each) for name, each in inputs.items()}
+    return tuple(map(_with_own_containers, inputs if isinstance(inputs, tuple | list) else (inputs,))), {}
+
+
+def _with_own_containers(value: Any) -> Any:
+    kind = type(value)
+    if kind is dict:
+        return {key: _with_own_containers(each) for key, each in value.items()}
+    return kind(map(_with_own_containers, value)) if kind is list or kind is tuple else value

@@ -6,7 +6,7 @@ measures, or cuts by numbers must be whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,7 +19,7 @@ from shardwright.analysis.autograd_graph import nodes_behind
 from shardwright.analysis.checkpoint_calls import CheckpointCall
 from shardwright.analysis.draw_calls import draw_of
 from shardwright.analysis.operator_results import tensors_of
-from shardwright.analysis.recording import Recorded, RecordedCall, Recording
+from shardwright.analysis.recording import Recorded, RecordedCall, Recording, TensorUse
 
 _MEASURES = frozenset(
     (
@@ -38,8 +38,8 @@ def record_own_functions(outputs: Sequence[Tensor], recorded: Recorded) -> None:
     """Runs a backward from ``outputs``, and records the operators in that of each ``torch.autograd.Function``.
 
     ``recorded`` has recorded the forward, and knows the tensors that the functions have saved. What is added are
-    ``functions``, ``measured_in_backward`` and ``drawing_backwards`` of its :class:`Recording`. Without such functions
-    no backward runs.
+    ``functions``, ``measured_in_backward``, ``drawing_backwards`` and ``adding_backwards`` of its :class:`Recording`.
+    Without such functions no backward runs.
     """
     nodes = [node for node in nodes_behind(outputs) if isinstance(node, BackwardCFunction)]
     if not nodes:
@@ -69,14 +69,17 @@ class _FunctionBackward:
         self, recorded: Recorded, forward: Recording, node: Any, made: Mapping[tuple[Any, int], Tensor]
     ) -> None:  # fmt: skip
         self._recorded, self._forward, self._node, self._made = recorded, forward, node, made
-        self._running = ExitStack()
+        self._running, self._given = ExitStack(), set[TensorUse]()
 
     def begin(self, gradients: Any) -> None:
         """Begins to record; ``gradients`` are those of the function's results."""
         self._recorded.recording.calls.clear()
+        self._given = set[TensorUse]()
         for place, gradient in enumerate(gradients):
             if gradient is not None and (self._node, place) in self._made:
                 self._recorded.treat_as(gradient, self._made[self._node, place])
+            if gradient is not None:
+                self._given.add(self._recorded.use(gradient))
         self._running.enter_context(torch._C._EnableTorchFunction())
         self._running.enter_context(_BackwardReads(self._recorded, self._forward, self._node))
 
@@ -84,6 +87,8 @@ class _FunctionBackward:
         """Ends the record; ``gradients`` are those of the function's operands."""
         self._running.close()
         name, calls = type(self._node).__name__, list(self._recorded.recording.calls)
+        if _adds_terms(calls, self._given, [self._recorded.use(each) for each in gradients if each is not None]):
+            self._forward.adding_backwards.append(name)
         for gradient, (before, place) in zip(gradients, self._node.next_functions, strict=True):
             at = before, place
             operand = self._made[at] if at in self._made else getattr(before, "variable", None)
@@ -91,6 +96,35 @@ class _FunctionBackward:
                 copy = self._recorded.use(gradient), self._recorded.use(operand.detach())
                 calls.append(RecordedCall(torch.ops.aten.clone.default, copy[:1], {}, copy[1:]))
         self._forward.functions.setdefault(name, []).extend(calls)
+
+
+_ZEROS = frozenset(("zeros", "zeros_like", "new_zeros", "zero_", "zero"))
+_SUMS = frozenset(("add", "sub", "rsub", "where", "index_add", "scatter_add", "cat", "stack", "addcmul", "addcdiv"))
+_OF_ZEROS = frozenset(("mul", "view", "expand", "reshape", "permute", "transpose", "clone", "_to_copy", "neg", "div"))
+"""Operators of zeros alone, or of zeros and others, whose results are zeros."""
+
+
+def _adds_terms(calls: Sequence[RecordedCall], given: Collection[TensorUse], returned: Sequence[TensorUse]) -> bool:
+    """Returns whether gradients that a backward returns have terms that do not depend on the gradients ``given``.
+
+    Such a gradient does not depend on them at all, or is a sum with something else than zeros.
+    """
+    scaled, zeros = set(given), set[TensorUse]()
+    for call in calls:
+        name, made = call.name.removesuffix("_"), [*call.results, *call.written]
+        depends = [use for use in call.operands if use in scaled]
+        if call.name in _ZEROS or (name in _OF_ZEROS and any(use in zeros for use in call.operands)):
+            zeros.update(made)
+            continue
+        zeros.difference_update(made)  # something is written into them
+        if not depends:
+            continue
+        others = [use for use in call.operands if use not in scaled and use.has_fractions and use not in zeros]
+        number = call.argument(1, "other") if name in ("add", "sub") else 0
+        if name in _SUMS and (others or (isinstance(number, int | float) and number)):
+            return True
+        scaled.update(made)
+    return any(use not in scaled and use not in zeros for use in returned)
 
 
 class _BackwardReads(TorchFunctionMode):

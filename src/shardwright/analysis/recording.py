@@ -157,6 +157,9 @@ class Recording:
     """The tensors that the backward of a user's function measures or cuts by numbers; on ranks they would be shards."""
     drawing_backwards: list[str] = field(default_factory=list)
     """The nodes of users' backwards, by name, that draw random numbers of their own, not those of a forward again."""
+    adding_backwards: list[str] = field(default_factory=list)
+    """The nodes of users' backwards, by name, whose gradients have terms that do not depend on the given gradients, as
+    those of a balance loss do."""
     replaced: dict[str, str] = field(default_factory=dict)
     """The parameters whose tensors code replaces, by ``parameter.data = ...`` or ``set_``, each with the module that
     was running."""

@@ -56,7 +56,15 @@ from shardwright.parallelize.planning import (
 )
 from shardwright.parallelize.rank_check import CHECK_EVERY
 from shardwright.parallelize.run import Run
-from shardwright.parallelize.sample_checks import check_draws, cuts_batch, warn_of_counts, warn_of_means, warn_unseen
+from shardwright.parallelize.sample_checks import (
+    check_draws,
+    cuts_batch,
+    warn_of_added_terms,
+    warn_of_counts,
+    warn_of_loss_norms,
+    warn_of_means,
+    warn_unseen,
+)
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.traffic import sync_axes
 from shardwright.rng import RngTracker
@@ -176,11 +184,13 @@ def parallelize(
         LOG.log(logging.WARNING if share.is_low else logging.INFO, "%s%s", share, more)
     for text in _crossing(job, plan, chosen, world, example) if world.rank == 0 else ():
         LOG.warning("%s", text)
+    warn_of_loss_norms(loss, plan, world)
     if job.graph is not None:
         warn_unseen(job.graph, plan, world)
         with PLANNING:
             warn_of_means(job.graph, loss, plan, world)
             warn_of_counts(job.graph, loss, plan, world)
+            warn_of_added_terms(job.graph, plan, world)
             note_attributes(loss, job.graph)
     is_alone = world.size * layout.num_microbatches == 1
     first_batch = FirstBatchChecker(job, plan, world, strategies) if example is None and not is_alone else None

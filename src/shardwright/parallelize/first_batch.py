@@ -19,7 +19,14 @@ from shardwright.comm.world import World
 from shardwright.errors import EXAMPLE, PlanError
 from shardwright.keyed_dropout import with_samples_in_dim_1
 from shardwright.parallelize.planning import PLANNING, make_plan, num_rows, on_device, without_storage
-from shardwright.parallelize.sample_checks import check_draws, cuts_batch, warn_of_counts, warn_of_means, warn_unseen
+from shardwright.parallelize.sample_checks import (
+    check_draws,
+    cuts_batch,
+    warn_of_added_terms,
+    warn_of_counts,
+    warn_of_means,
+    warn_unseen,
+)
 from shardwright.plan.plan import Job, Plan
 from shardwright.strategy import Strategy, check_samples_apart
 
@@ -72,6 +79,7 @@ class FirstBatchChecker:
         warn_unseen(graph, plan, self._world)
         warn_of_means(graph, job.loss, plan, self._world)
         warn_of_counts(graph, job.loss, plan, self._world)
+        warn_of_added_terms(graph, plan, self._world)
         if graph.draws is not None:
             check_draws(graph.draws, plan, self._world)
             if cuts_batch(plan):

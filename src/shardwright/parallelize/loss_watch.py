@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FunctionType
 from typing import Any
@@ -28,6 +28,12 @@ def note_copies(loss: nn.Module, model: nn.Module, memo: Mapping[int, Any]) -> N
     found = {path: memo[id(module)] for path, module in model.named_modules() if id(module) in memo}
     if found:
         vars(loss)[_OF_MODEL] = found
+
+
+def copies_of_model(loss: nn.Module) -> Collection[nn.Module]:
+    """Returns the copies of the plain model's modules that a loss refers to (:func:`note_copies`)."""
+    found: Mapping[str, nn.Module] = vars(loss).get(_OF_MODEL, {})
+    return found.values()
 
 
 def note_attributes(loss: nn.Module, graph: ModelGraph | None) -> None:

@@ -33,6 +33,7 @@ from shardwright.parallelize.measured_timeline import busy_seconds, measured_tim
 from shardwright.parallelize.no_samples import NoSampleChecker
 from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.optimizer_groups import check_groups, groups_of
+from shardwright.parallelize.own_inputs import OwnInputs
 from shardwright.parallelize.planning import on_device
 from shardwright.parallelize.rank_state import RankState
 from shardwright.parallelize.run_misuse import is_fixed, refuse_call, refuse_missing, refuse_new
@@ -103,9 +104,10 @@ class Run(RankState):
         self._everyone, self._first_batch = axes["world"], first_batch
         compares_batches = bool(check_every and plan.row_axes | plan.token_axes)
         self._parts = BatchParts(job.model, job.loss, plan, world, executor.batch_shard, compares=compares_batches)
+        is_shared = world.local and world.size > 1 and world.device.type != "meta"
         self._step = TrainStep(
             self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan,
-            NoSampleChecker(plain, plan), self._check_reads,
+            NoSampleChecker(plain, plan), self._check_reads, OwnInputs(is_shared=is_shared),
         )  # fmt: skip
         models = [self.model] if plain is None else [self.model, plain]
         are_compared = bool(check_every) and world.size > 1

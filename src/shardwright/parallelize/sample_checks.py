@@ -8,11 +8,14 @@ from warnings import warn
 
 from torch import nn
 
+from shardwright.analysis.batch_norms import sees_batch
 from shardwright.analysis.draws import Draws
 from shardwright.analysis.model_graph import ModelGraph
+from shardwright.analysis.reached import reached
 from shardwright.analysis.sample_mixing import means_within
 from shardwright.comm.world import World
 from shardwright.models.model_loss import ModelLoss
+from shardwright.parallelize.loss_watch import copies_of_model
 from shardwright.plan.plan import Plan
 from shardwright.strategies.pipeline.cut_model import runs_on_shards
 
@@ -73,6 +76,37 @@ def warn_of_means(graph: ModelGraph, loss: nn.Module, plan: Plan, world: World) 
             f"({name}): it is a sum, or a mean over another number. Under {plan.layout} it differs from one device "
             "unless that number is in proportion on each part of a batch. Compute the loss outside of the model, and "
             "return its sum and its count",
+            stacklevel=3,
+        )
+
+
+def warn_of_loss_norms(loss: nn.Module, plan: Plan, world: World) -> None:
+    """Warns, on rank 0, of BatchNorms in training mode in a network of the loss, where the layout cuts the batch."""
+    if world.rank or not cuts_batch(plan):
+        return
+    held = (each for _, each in reached(loss, {id(each): each for each in copies_of_model(loss)}))
+    norm = next((each for each in held if isinstance(each, nn.Module) and each.training and sees_batch(each)), None)
+    if norm is not None:
+        warn(
+            f"the loss holds a {type(norm).__name__} in training mode, which under {plan.layout} takes its statistics "
+            "over the samples of a rank or a microbatch, so that the loss differs from one device. Freeze it by "
+            ".eval() if it is of a network that is not trained",
+            stacklevel=3,
+        )
+
+
+def warn_of_added_terms(graph: ModelGraph, plan: Plan, world: World) -> None:
+    """Warns, on rank 0, of users' backwards that add terms of their own, where the layout cuts the batch.
+
+    Each rank or microbatch adds such a term whole, while the gradients of its loss are its share of one device's.
+    """
+    if world.rank or not cuts_batch(plan) or graph.failure:
+        return
+    for name in dict.fromkeys(graph.run.recording.adding_backwards):
+        warn(
+            f"the backward of '{name.removesuffix('Backward')}' adds to gradients what does not depend on those "
+            f"that it is given, as that of a balance loss: under {plan.layout} each rank or microbatch adds all of it. "
+            "Return the term with the output, and add it to the loss",
             stacklevel=3,
         )
 

@@ -57,6 +57,7 @@ from shardwright.analysis.left_untouched import left_untouched
 from shardwright.analysis.marked_inputs import unmarked
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import cloned
+from shardwright.analysis.reached import unregistered
 from shardwright.comm.launch import launch
 from shardwright.comm.limits import Ranks, check_can_start
 from shardwright.comm.world import World
@@ -225,7 +226,7 @@ def _error_in(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batc
         own.to_empty(device="cpu")  # operators on the meta device take tensors of unlike dtypes
     inputs, targets = tree_map_only(Tensor, partial(_cast, dtype), batch)
     try:
-        found, _ = sum_and_count(copy.deepcopy(loss)(call_model(own, inputs), unmarked(targets)))
+        found, _ = sum_and_count(copy.deepcopy(_loss_in(dtype, loss))(call_model(own, inputs), unmarked(targets)))
         found.backward()
     except Exception as error:  # the model's own code may raise anything in a dtype that it does not run in
         return first_line(error)
@@ -249,6 +250,7 @@ def _compared(
         plain = structural_copy(model, partial(_cast, dtype))
         check_apart(model, plain)
         batches = [tree_map_only(Tensor, partial(_cast, dtype), batch) for batch in batches]
+        loss = _loss_in(dtype, loss) if compute_dtype(dtype, layout) == dtype else loss
         job = job_for(plain, loss, layout, batches[0][0], tokens_of(batches[0][0], layout), roles)
         job = job._replace(seconds=seconds)
         plan, _ = make_plan(job, layout, strategies)  # raises LayoutError before any rank starts
@@ -337,6 +339,15 @@ def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return tensor.to(dtype.to_complex(), copy=True)
     return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+
+def _loss_in(dtype: torch.dtype, loss: nn.Module) -> nn.Module:
+    """Returns a loss whose networks, such as a frozen teacher, compute in ``dtype``; itself if there are none."""
+    modules = (loss, *unregistered(loss))
+    held = [
+        each for module in modules for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()
+    ]
+    return loss if all(each.dtype == dtype for each in held) else structural_copy(loss, partial(_cast, dtype))
 
 
 def _buffer_errors(plan: Plan, expected: TrainingOutcome, found: Mapping[int, Named]) -> dict[str, float]:

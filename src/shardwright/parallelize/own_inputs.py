@@ -1,0 +1,48 @@
+"""Gives ranks that are threads inputs of their own, where code of the model or the loss writes to them in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from shardwright.analysis.operator_results import cloned
+from shardwright.runtime.executor import Microbatch
+
+
+class OwnInputs:
+    """Copies what a rank is given, if several ranks may hold the same tensors (``is_shared``) and code writes to them.
+
+    Whether it does is seen in the first step, which runs on copies.
+
+    >>> import torch
+    >>> inputs, given = OwnInputs(is_shared=True), Microbatch(torch.ones(2), torch.zeros(2), range(2), 2)
+    >>> for _ in range(2):
+    ...     own = inputs.copied(given)
+    ...     _ = own.inputs.sub_(1)
+    ...     inputs.note_writes([own])
+    >>> given.inputs, own.inputs
+    (tensor([1., 1.]), tensor([0., 0.]))
+    """
+
+    def __init__(self, *, is_shared: bool) -> None:
+        self._copies = is_shared
+        self._is_known = not is_shared
+
+    def copied(self, batch: Microbatch) -> Microbatch:
+        """Returns a batch for a step: with copies of its tensors until it is known that nothing writes to them."""
+        return replace(batch, inputs=cloned(batch.inputs), targets=cloned(batch.targets)) if self._copies else batch
+
+    def copies_of(self, inputs: Any) -> Any:
+        """Returns inputs for a prediction, in the same way."""
+        return cloned(inputs) if self._copies else inputs
+
+    def note_writes(self, microbatches: Sequence[Microbatch]) -> None:
+        """Notes, after the first step, whether it has written to the tensors of its microbatches."""
+        if not self._is_known:
+            tensors = tree_leaves([(each.inputs, each.targets) for each in microbatches])
+            written = (each._version for each in tensors if isinstance(each, Tensor) and not each.is_inference())
+            self._is_known, self._copies = True, any(written)
