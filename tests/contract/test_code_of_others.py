@@ -237,3 +237,109 @@ def test_a_sparse_buffer_that_checkpoints_have_is_refused_by_name():
     model.register_buffer("heads", torch.ones(2, 2).to_sparse())
     with pytest.raises(PlanError, match=r"'heads' is a sparse tensor(?s:.*)module\.heads\.to_dense\(\)"):
         verify(model, "dp2", [(torch.randn(NUM, WIDTH), classes())])
+
+
+class OnABuffer(nn.Module):
+    """Two layers that are given a buffer of places, beside one of the samples, as DeepONet has."""
+
+    def __init__(self):
+        super().__init__()
+        self.branch, self.trunk = nn.Linear(WIDTH, 16), nn.ModuleList([nn.Linear(1, 32), nn.Linear(32, 16)])
+        self.register_buffer("grid", torch.linspace(0, 1, 5)[:, None])
+
+    def forward(self, x):
+        return torch.einsum("bi,ni->bn", self.branch(x), self.trunk[1](torch.tanh(self.trunk[0](self.grid))))
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "tp2x2/2d", "pp2 mb2"])
+def test_layers_that_are_given_a_buffer_are_those_of_one_device(line):
+    verdict = verify(OnABuffer(), line, [(torch.randn(NUM, WIDTH), torch.randn(NUM, 5))], loss=nn.MSELoss())
+    assert verdict.equal, str(verdict)
+
+
+class Pops(nn.Module):
+    """Takes its input out of the batch's dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 3))
+
+    def forward(self, batch):
+        return self.net(batch.pop("x"))
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "pp2/1f1b mb2"])
+def test_a_forward_may_pop_from_the_dict_that_it_is_given(line):
+    verdict = verify(Pops(), line, [({"batch": {"x": torch.randn(NUM, WIDTH)}}, classes())])
+    assert verdict.equal, str(verdict)
+
+
+class AddsATerm(torch.autograd.Function):
+    """Gives the gradient of a balance loss in its backward, as experts of several repositories do."""
+
+    @staticmethod
+    def forward(ctx, x, term):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.ones((), dtype=gradient.dtype)
+
+
+class AddsToTheGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient + torch.zeros_like(x).scatter_(-1, x.argmax(-1, keepdim=True), 0.1)
+
+
+class ScalesTheGradient(torch.autograd.Function):
+    """A straight-through estimator: of some elements the gradient is zero."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return torch.where(x.abs() < 1, gradient, torch.zeros_like(gradient))
+
+
+class PadsTheGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x[:, :WIDTH].contiguous()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        padded = gradient.new_zeros(len(gradient), 2 * WIDTH)
+        padded[:, :WIDTH] = gradient
+        return padded
+
+
+class WithFunction(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.up = function, nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(WIDTH if function is PadsTheGradient else 2 * WIDTH, 3)
+
+    def forward(self, x):
+        h = self.up(x)
+        return self.down(self.function.apply(h, *([0.1 * h.square().mean()] * (self.function is AddsATerm))))
+
+
+@pytest.mark.parametrize("line", ["dp2", "mb2"])
+@pytest.mark.parametrize("function", [AddsATerm, AddsToTheGradient, ScalesTheGradient, PadsTheGradient])
+@pytest.mark.sampled(3)
+def test_a_backward_that_adds_a_term_is_warned_of_where_it_may_be_a_mean_over_samples(function, line, recwarn):
+    verdict = verify(WithFunction(function), line, [(torch.randn(NUM, WIDTH), classes())])
+    assert verdict.equal is not (function is AddsATerm), str(verdict)  # AddsToTheGradient adds to each sample's own
+    adds = function in (AddsATerm, AddsToTheGradient)
+    assert any("adds a term to gradients" in str(each.message) for each in recwarn) is adds

@@ -90,6 +90,7 @@ LINES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:the backward of 'AddsLoss' adds a term")  # a sum over samples, which is right
 @pytest.mark.parametrize("line", [*LINES, "dp2/zero3", "mb2 recompute:full"])
 @pytest.mark.parametrize("change", [adds_loss, scales, hooks])
 @pytest.mark.sampled(6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, UserDict
 from math import isfinite
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from shardwright import CrossEntropy, launch, parallelize, verify
+from shardwright import CrossEntropy, MeanLoss, launch, parallelize, verify
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.parallelize.planning import rows
@@ -449,3 +450,57 @@ def test_the_parts_of_a_batch_are_views_and_a_write_to_one_does_not_change_the_v
     assert (twice["ids"].tolist(), twice["first"].tolist()) == ([[3, 4], [5, 6]], [3, 5])
     learns = torch.zeros(4, requires_grad=True)
     assert rows(learns, 0, 2).requires_grad
+
+
+class ShiftsItsInput(nn.Module):
+    """Normalizes its input in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.net(x.sub_(0.5).div_(0.5))
+
+
+def shifted(output, targets):
+    targets -= 1
+    return nn.functional.cross_entropy(output, targets)
+
+
+@pytest.mark.parametrize("what", ["input", "targets", "prediction"])
+@pytest.mark.parametrize("line", ["dp2", "tp2", "tp2x2/2d", "pp2"])
+@pytest.mark.sampled(3)
+def test_what_is_written_in_place_is_no_other_ranks_where_ranks_are_threads(line, what):
+    torch.manual_seed(0)
+    own, loss = ShiftsItsInput().double(), shifted if what == "targets" else nn.functional.cross_entropy
+    own = own.net if what == "targets" else own
+    generator, first = torch.Generator().manual_seed(1), int(what == "targets")
+    data = [
+        (torch.rand(8, 4, generator=generator).double(), torch.randint(first, first + 3, (8,), generator=generator))
+        for _ in range(3)
+    ]
+    expected, other = [], copy.deepcopy(own)
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    for x, y in data:
+        if what == "prediction":
+            expected.append(own(x.clone()).tolist())
+            continue
+        plain.zero_grad()
+        mean = loss(other(x.clone()), y.clone())
+        expected.append(mean.item())
+        mean.backward()
+        plain.step()
+
+    def work(world):
+        run = parallelize(own, line, world, loss=MeanLoss(loss), example=torch.rand(8, 4).double())
+        if what == "prediction":
+            return [run.predict(x).tolist() for x, _ in data]
+        optimizer, found = run.optimizer(torch.optim.SGD, lr=0.1), []
+        for batch in run.shard(data):
+            found.append(run.step(batch).item())
+            optimizer.step()
+        return found
+
+    for found in launch(work, Layout.parse(line), ranks="threads"):
+        assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-6)

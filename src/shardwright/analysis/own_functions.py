@@ -87,7 +87,10 @@ class _FunctionBackward:
         """Ends the record; ``gradients`` are those of the function's operands."""
         self._running.close()
         name, calls = type(self._node).__name__, list(self._recorded.recording.calls)
-        if _adds_terms(calls, self._given, [self._recorded.use(each) for each in gradients if each is not None]):
+        returned = [self._recorded.use(each) for each in gradients if each is not None]
+        # a checkpoint, for example, runs a backward inside of its own
+        is_torchs = self._node._forward_cls.__module__.startswith("torch.")
+        if not is_torchs and _adds_terms(calls, self._given, returned):
             self._forward.adding_backwards.append(name)
         for gradient, (before, place) in zip(gradients, self._node.next_functions, strict=True):
             at = before, place

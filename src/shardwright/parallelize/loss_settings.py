@@ -29,7 +29,7 @@ class LossSettings:
 
     def __init__(self, given: Any, own: Any) -> None:
         self._settings = [
-            _Setting(mine, theirs, key, value, _version_of(value))
+            _Setting(mine, theirs, key, value, _state_of(value))
             for mine, theirs in _pairs(given, own, set())
             for key, value in _items(theirs)
             if _is_followed(value) and _is_same(_at(mine, key), value)
@@ -42,11 +42,11 @@ class LossSettings:
 
     def renew(self) -> None:
         """Gives the copy each setting that has changed since, as by ``loss.beta = 0.5``; called before each step."""
-        for number, (mine, theirs, key, before, version) in enumerate(self._settings):
+        for number, (mine, theirs, key, before, state) in enumerate(self._settings):
             value = _at(theirs, key, before)
-            if (value is not before or _version_of(value) != version) and _is_followed(value):
+            if (value is not before or _state_of(value) != state) and _is_followed(value):
                 mine[key] = _taken_over(value, _at(mine, key))
-                self._settings[number] = _Setting(mine, theirs, key, value, _version_of(value))
+                self._settings[number] = _Setting(mine, theirs, key, value, _state_of(value))
 
 
 class _Setting(NamedTuple):
@@ -54,16 +54,21 @@ class _Setting(NamedTuple):
     theirs: Any
     key: Any
     before: Any
-    version: int
+    state: Any
 
 
 def _is_followed(value: Any) -> bool:
+    """Returns whether a value is plain data, a list of some, or a tensor."""
+    if type(value) in (list, tuple):
+        return len(value) <= MOST_ENTRIES and all(type(each) in ATOMS for each in value)
     return type(value) in ATOMS or isinstance(value, Tensor)
 
 
-def _version_of(value: Any) -> int:
-    """Returns how often a tensor was written to, as far as torch counts that; 0 for other values."""
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+def _state_of(value: Any) -> Any:
+    """Returns what changes with a value in place: a list's items, or the number of writes to a tensor."""
+    if isinstance(value, Tensor):
+        return 0 if value.is_inference() else value._version
+    return tuple(value) if type(value) is list else None
 
 
 def _is_same(mine: Any, theirs: Any) -> bool:
@@ -74,9 +79,9 @@ def _is_same(mine: Any, theirs: Any) -> bool:
 
 
 def _taken_over(value: Any, mine: Any) -> Any:
-    """Returns what the copy has in place of its own value: numbers as they are, tensors as copies on its device."""
+    """Returns what the copy has in place of its own value: of a list or a tensor a copy, on the device of its own."""
     if not isinstance(value, Tensor) or mine is value:
-        return value
+        return list(value) if type(value) is list else value
     if isinstance(mine, Tensor) and mine.shape == value.shape:
         with torch.no_grad():
             mine.copy_(value)

@@ -98,15 +98,17 @@ def warn_of_loss_norms(loss: nn.Module, plan: Plan, world: World) -> None:
 def warn_of_added_terms(graph: ModelGraph, plan: Plan, world: World) -> None:
     """Warns, on rank 0, of users' backwards that add terms of their own, where the layout cuts the batch.
 
-    Each rank or microbatch adds such a term whole, while the gradients of its loss are its share of one device's.
+    The gradients of a rank's or microbatch's loss are its share of those of one device, and so is a term that is a sum
+    over its samples; one that is a mean is not.
     """
     if world.rank or not cuts_batch(plan) or graph.failure:
         return
     for name in dict.fromkeys(graph.run.recording.adding_backwards):
         warn(
-            f"the backward of '{name.removesuffix('Backward')}' adds to gradients what does not depend on those "
-            f"that it is given, as that of a balance loss: under {plan.layout} each rank or microbatch adds all of it. "
-            "Return the term with the output, and add it to the loss",
+            f"the backward of '{name.removesuffix('Backward')}' adds a term to gradients that does not depend on those "
+            f"that it is given. Under {plan.layout} that is right for a sum over samples, of which each rank or "
+            "microbatch adds its own; a mean, as of a balance loss, each adds whole. Return such a term with the "
+            "output, and add it to the loss",
             stacklevel=3,
         )
 

@@ -54,3 +54,36 @@ def test_a_table_counts_on_each_of_two_stages_that_hold_it_and_once_on_one_stage
     assert [folded.of_run(*run)[1] for run in ((0, 2), (2, 4))] == pytest.approx([1.8, 0.2])
     assert [held for _, held in apart.of((0, 2, 4))] == pytest.approx([1.8, 1.8])
     assert [held for _, held in folded.of((0, 1, 2, 3, 4))] == pytest.approx([1.6, 0.4])
+
+
+class Loop(nn.Module):
+    """A recurrent cell that a loop calls for each step: every stage that runs a part of it holds its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.leave = nn.GRUCell(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        state, found = x.new_zeros(len(x), 16), []
+        for step in range(x.shape[1]):
+            state = self.cell(x[:, step], state)
+            found.append(self.leave(state))
+        return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_stages_that_all_hold_the_weights_of_a_loop_have_even_work(num_stages):
+    with torch.device("meta"):
+        model = Loop()
+    stages = cut_events(model, num_stages, torch.empty(2, 12, 8, device="meta"))
+    works = [cost.work for cost in stages.costs]
+    assert max(works) * num_stages <= UNEVEN * sum(works), works
+
+
+def test_two_chunks_are_found_by_looking_at_each_place_and_not_at_each_pair_of_places(monkeypatch):
+    looked_at, of_run = [], StageShares.of_run
+    monkeypatch.setattr(StageShares, "of_run", lambda self, *run: looked_at.append(run) or of_run(self, *run))
+    with torch.device("meta"):
+        model = Loop()
+    cut_events(model, 2, torch.empty(2, 30, 8, device="meta"))
+    assert len(looked_at) <= 3 * 2 * 61, "60 calls begin a chunk, and three times a cut is looked for"
