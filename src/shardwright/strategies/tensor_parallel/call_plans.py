@@ -247,7 +247,10 @@ class _Planning:
             or (call.name == "cat" and any(ALL in cut for cut in some))
             or (call.name == "convolution" and summed and call.args[8] > 1)
         ):
-            raise _GatherFirstError
+            # features of a layer that come back to it as its input: this is gathered, and not the weight
+            number = PRODUCTS.get(call.name, 0 if call.name == "convolution" else None)
+            given = slots[number] if summed and some and number is not None else None
+            raise _GatherFirstError(given if given is not None and shards[given] is not None else None)
         changes = [
             OperandChange(slot, "gather", dim, cut)
             for slot in sorted(gathered)

@@ -86,6 +86,8 @@ class _Candidate:
     num_sent: int = 0
     in_output: bool = False
     is_normed: bool = False
+    is_tied: bool = False
+    """Whether it is an axis of both the output and the input features of a layer."""
     excludes: set[DimAxis] = field(default_factory=set)
 
 
@@ -156,17 +158,26 @@ def _balanced(num_elements: int, size: int) -> bytes:
 def _cut(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> _CutShards:
     """Returns the shards that ``size`` ranks hold, where operators allow it; none of the parameters in ``kept``.
 
-    There are two ways, and the second is taken if it cuts clearly more parameters: no layer needs its input gathered;
-    or layers that read a concatenation of which only some parts are cut have it gathered, and their weights stay whole.
+    There are three ways, and a later one is taken if it cuts clearly more parameters: no layer needs its input
+    gathered;
+    layers that read a concatenation of which only some parts are cut have it gathered, and their weights stay whole; or
+    so have layers whose output features come back to them as an input, as in a recurrent cell (``ties``), and these are
+    cut by their output features.
     """
-    found, features = _candidates(recording, axes, size, kept), _dims_of_features(recording)
+    features, outputs = _dims_of_features(recording), _dims_of_features(recording, all_convolutions=True)
     total = sum(prod(use.shape) for use in recording.parameters.values())
-    best = _CutShards({})
-    for gathers, least in ((False, 0.0), (True, WORTH_GATHERING * total)):
+    best, found = _CutShards({}), _candidates(recording, axes, size, kept, {})
+    for gathers, ties, least in (
+        (False, False, 0.0),
+        (True, False, WORTH_GATHERING * total),
+        (True, True, WORTH_GATHERING * total),
+    ):
         if best.num_elements + least >= total:
             break
-        taken = _chosen(recording, axes, {axis: each for axis, each in found.items() if not each.is_normed}, features,
-                        gathers=gathers)  # fmt: skip
+        if ties:
+            found = _candidates(recording, axes, size, kept, outputs)
+        alone = {axis: each for axis, each in found.items() if not each.is_normed}
+        taken = _chosen(recording, axes, alone, features, gathers=gathers)
         # a norm over cut features sends statistics, and what is before and behind it may then be cut where nothing was
         more = _beside(found, taken)
         if more:
@@ -174,7 +185,7 @@ def _cut(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) 
         cut = {each.axis: _balanced(each.axis.size, size) for each in taken}
         shards = {}
         for name, use in {**recording.parameters, **recording.buffers}.items():
-            cuts = [labels_of(axis, cut) for axis in axes.of(use)]
+            cuts = _cuts_of(use, axes, cut, outputs if ties else {})
             shard = shard_of(use.shape, cuts)
             stays_whole = name in recording.parameters and _partly_summed(cuts, features.get(use))
             if shard is not None and not stays_whole:
@@ -183,6 +194,18 @@ def _cut(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) 
         if num_elements > best.num_elements + least:
             best = _CutShards(shards, num_elements, sum(each.num_sent for each in taken) / num_elements)
     return best
+
+
+def _cuts_of(
+    use: TensorUse, axes: RunAxes, cut: Mapping[DimAxis, bytes], features: Mapping[TensorUse, int | None]
+) -> list[bytes | None]:
+    """Returns the cut of each dim of a parameter; an axis of its output ``features`` cuts no other of its dims."""
+    dims, own = axes.of(use), features.get(use)
+    elsewhere = cut
+    if own is not None:
+        inside = set(leaves(dims[own]))
+        elsewhere = {axis: labels for axis, labels in cut.items() if axis not in inside}
+    return [labels_of(axis, cut if number == own else elsewhere) for number, axis in enumerate(dims)]
 
 
 def _chosen(
@@ -206,7 +229,8 @@ def _chosen(
         if refused.isdisjoint(found):
             break
         found = {axis: each for axis, each in found.items() if axis not in refused}
-    inner = any(not each.in_output for each in taken.values())  # an output alone would be cut to be gathered at once
+    # an output alone would be cut to be gathered at once
+    inner = any(each.is_tied or not each.in_output for each in taken.values())
     return list(taken.values()) if inner else []
 
 
@@ -277,8 +301,13 @@ def _partly_summed(cuts: Sequence[bytes | None], features: int | None) -> list[i
     return [dim for dim, cut in enumerate(cuts) if cut is not None and ALL in cut and dim != features]
 
 
-def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> _Candidates:
-    """Returns the axes that could be cut, with their elements, traffic and conflicts; without axes of ``kept``."""
+def _candidates(
+    recording: Recording, axes: RunAxes, size: int, kept: Collection[str], tied: Mapping[TensorUse, int | None]
+) -> _Candidates:
+    """Returns the axes that could be cut, with their elements, traffic and conflicts; without axes of ``kept``.
+
+    An axis may also be in other dims of a parameter than that of its output features, which ``tied`` has.
+    """
     given = (*recording.inputs, *recording.marked_inputs, *recording.measured_in_backward)
     refused = {leaf for use in given for axis in axes.of(use) for leaf in leaves(axis)}
     lookups = [each for each in axes.uses if each.role is Role.LOOKUP]
@@ -305,8 +334,14 @@ def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection
         for leaf in [leaf for leaf in set(leaves(lookup.axis)) & found.keys() if not is_large]:
             if not (found[leaf].in_output or leaf.whole == CLASSES):
                 del found[leaf]  # a small table, or one of positions: a sum of all tokens would save little
-    for dims in axes.dims.values():
-        _exclude([set(leaves(axis)) & found.keys() for axis in dims], found)
+    for use, dims in axes.dims.items():
+        groups = [set(leaves(axis)) & found.keys() for axis in dims]
+        own = tied.get(use)
+        if own is not None:
+            for leaf in groups[own]:
+                found[leaf].is_tied |= sum(leaf in group for group in groups) > 1
+            groups = [group if number == own else group - groups[own] for number, group in enumerate(groups)]
+        _exclude(groups, found)
         for axis in dims:
             _exclude_inside(axis, found)
     return found
@@ -322,11 +357,12 @@ def _sent(use: AxisUse) -> Sequence[TensorUse]:
     return call.results
 
 
-def _dims_of_features(recording: Recording) -> dict[TensorUse, int | None]:
+def _dims_of_features(recording: Recording, *, all_convolutions: bool = False) -> dict[TensorUse, int | None]:
     """Returns, for each parameter that operators use, the dim of its output features; None if it has other uses too.
 
     Of such features a rank may hold some of its own and, beside them, others that all ranks hold, as of the key head of
-    multi-query attention in a fused layer. In other uses what all hold would be gathered, or count several times.
+    multi-query attention in a fused layer. In other uses what all hold would be gathered, or count several times. Of
+    convolutions depthwise ones alone can do so; with ``all_convolutions`` the result has the others too.
     """
     found: dict[TensorUse, int | None] = {}
     views = {use: (use, tuple(range(len(use.shape)))) for use in recording.parameters.values()}
@@ -342,15 +378,17 @@ def _dims_of_features(recording: Recording) -> dict[TensorUse, int | None]:
                 turned = _TURNS[call.name](dims, operand.shape, *call.args[1:])
                 views.setdefault(call.results[0], (parameter, turned))
                 continue
-            dim = _dim_of_features(call, number)
+            dim = _dim_of_features(call, number, all_convolutions)
             own = None if dim is None else dims[dim]
             found[parameter] = own if found.get(parameter, own) == own else None
     return found
 
 
-def _dim_of_features(call: RecordedCall, number: int) -> int | None:
+def _dim_of_features(call: RecordedCall, number: int, all_convolutions: bool) -> int | None:
     """Returns the dim of an operand of a product or a depthwise convolution that has output features, else None."""
-    if call.name == "convolution" and call.args[8] != call.operands[1].shape[0]:
+    if call.name == "convolution" and call.args[6]:
+        return None  # a transposed one has its input channels there
+    if call.name == "convolution" and not all_convolutions and call.args[8] != call.operands[1].shape[0]:
         return None
     if call.name == "add" and len(call.operands[number].shape) != 1:
         return None
