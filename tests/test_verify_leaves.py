@@ -105,6 +105,7 @@ KEEPS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:'the model' takes a mean, with which it changes the buffer 'kept'")
 @pytest.mark.parametrize("keep", KEEPS)
 def test_a_buffer_that_depends_on_the_samples_of_one_rank_is_a_difference(keep):
     model = Counting(*KEEPS[keep])

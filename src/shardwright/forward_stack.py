@@ -124,7 +124,8 @@ def _as_function(forward: Forward) -> Forward:
     return run
 
 
-_KEY = "_forward_stack"
+STACK = "_forward_stack"
+"""The attribute under which a module has the record of what wraps its forward."""
 
 
 def stack_of(module: nn.Module) -> ForwardStack:
@@ -140,7 +141,7 @@ def stack_of(module: nn.Module) -> ForwardStack:
     RECOMPUTE        recompute (by core)
     OPERATOR         doubled (by toy)
     """
-    stack: ForwardStack | None = vars(module).get(_KEY)
+    stack: ForwardStack | None = vars(module).get(STACK)
     forward = vars(module).get("forward")
     if stack is not None and stack.forward is forward:
         return stack
@@ -191,13 +192,13 @@ def wrap(
             fix="leave one of the two out, or give it a rung of its own",
         )
     stack._add(Wrapper(rung, name, by, around, replaces), module.forward)
-    vars(module)[_KEY] = stack
+    vars(module)[STACK] = stack
     module.forward = stack.forward  # type: ignore[assignment]
 
 
 def is_composed(module: nn.Module) -> bool:
     """Returns whether a module's forward is the one that its wrappers make up."""
-    stack = vars(module).get(_KEY)
+    stack = vars(module).get(STACK)
     return stack is not None and vars(module).get("forward") is stack.forward
 
 
@@ -244,7 +245,7 @@ def without_partials(module: nn.Module) -> None:
     (-3, False)
     """
     stack = stack_of(module)
-    if stack.forward is not None and stack._original is not None and vars(module).get(_KEY) is stack:
+    if stack.forward is not None and stack._original is not None and vars(module).get(STACK) is stack:
         stack._as_functions = True
         stack._compose()
         module.forward = stack.forward
@@ -263,4 +264,4 @@ def record(module: nn.Module, rung: Rung, name: str, *, by: str) -> None:
     """
     stack = stack_of(module)
     stack._add(Wrapper(rung, name, by), module.forward)
-    vars(module)[_KEY] = stack
+    vars(module)[STACK] = stack

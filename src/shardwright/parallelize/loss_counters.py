@@ -8,10 +8,10 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 
-from shardwright.analysis.reached import attributes, reached
+from shardwright.analysis.reached import attributes
 from shardwright.errors import explain
 from shardwright.layout import Layout
-from shardwright.parallelize.loss_settings import settings_of
+from shardwright.parallelize.loss_watch import held_objects
 
 
 def counters_of(loss: nn.Module) -> Mapping[tuple[str, str], tuple[int, int]]:
@@ -28,12 +28,11 @@ def counters_of(loss: nn.Module) -> Mapping[tuple[str, str], tuple[int, int]]:
         found |= {(path, name): (0, value) for name, value in vars(module).items() if type(value) is int}
         buffers = ((name, each) for name, each in module._buffers.items() if each is not None)
         found |= {(path, name): (1, each._version) for name, each in buffers if not each.is_inference()}
-    settings = settings_of(loss)  # of the loss that was given, which no call changes
-    for path, holder in reached(loss, {id(settings): settings}):
+    for path, holder in held_objects(loss):
         if not isinstance(holder, nn.Module):
             items = [*attributes(holder).items(), *(holder.items() if isinstance(holder, dict) else ())]
             items += [(str(number), each) for number, each in enumerate(holder)] if isinstance(holder, list) else []
-            found |= {(path.lstrip("."), str(name)): (0, value) for name, value in items if type(value) is int}
+            found |= {(path, str(name)): (0, value) for name, value in items if type(value) is int}
     return found
 
 

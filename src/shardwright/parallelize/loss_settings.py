@@ -17,7 +17,7 @@ from shardwright.models.given_loss import FunctionLoss, SumLoss
 MOST_ENTRIES = 100
 """A dict with more entries is a table, such as a vocabulary, and not settings, which are read before each step."""
 
-_FOLLOWED = "_followed_settings"
+FOLLOWED = "_followed_settings"
 
 
 class LossSettings:
@@ -116,12 +116,12 @@ def follow_settings(given: Any, own: nn.Module) -> None:
     """
     copy: Any = own.loss if isinstance(own, SumLoss) and not isinstance(given, SumLoss) else own
     copy = own.function if isinstance(own, FunctionLoss) and not isinstance(given, FunctionLoss) else copy
-    vars(own)[_FOLLOWED] = LossSettings(given, copy)
+    vars(own)[FOLLOWED] = LossSettings(given, copy)
 
 
 def settings_of(loss: nn.Module) -> LossSettings | None:
     """Returns the settings that a run's loss takes over; None for a loss that ``parallelize`` has not copied."""
-    found: LossSettings | None = vars(loss).get(_FOLLOWED)
+    found: LossSettings | None = vars(loss).get(FOLLOWED)
     return found
 
 

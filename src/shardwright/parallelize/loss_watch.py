@@ -16,8 +16,26 @@ from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.own_attributes import own_attributes
 from shardwright.analysis.reached import ATOMS, code_objects, reached
 from shardwright.errors import PlanError
+from shardwright.forward_stack import STACK
+from shardwright.parallelize.loss_settings import FOLLOWED
 
 _OF_MODEL, _SET = "_copies_of_model", "_attributes_of_model_set"
+_OURS = ("forward", STACK, FOLLOWED, _OF_MODEL, _SET)
+"""The attributes by which a run's loss holds what is the library's: a forward that replaces its own, and notes."""
+
+
+def held_objects(loss: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields each object that a loss of a user holds, directly or not, as pairs of its path and the object.
+
+    >>> from shardwright.models.given_loss import as_loss
+    >>> [path for path, each in held_objects(as_loss(lambda x, y, scale=torch.ones(1): ((x * scale).sum(), 1)))]
+    ['function', "function's default"]
+    """
+    seen: dict[int, Any] = {}
+    for path, module in loss.named_modules():
+        for name, value in own_attributes(module).items():
+            if name not in _OURS and type(value) not in ATOMS:
+                yield from ((f"{path}.{name}{words}".lstrip("."), each) for words, each in reached(value, seen))
 
 
 def note_copies(loss: nn.Module, model: nn.Module, memo: Mapping[int, Any]) -> None:
@@ -107,7 +125,7 @@ def takes_gradients(loss: nn.Module) -> bool:
     >>> takes_gradients(as_loss(lambda x, y: (torch.autograd.grad(x.sum(), y)[0].sum(), 1)))
     True
     """
-    held = [each for _, each in reached(loss, {})]
+    held = [loss, *(each for _, each in held_objects(loss))]
     held += [vars(kind).get("forward") for each in held if isinstance(each, nn.Module) for kind in type(each).__mro__]
     held += [vars(type(each)).get("__call__") for each in held if not isinstance(each, nn.Module)]
     functions = (each for each in held if isinstance(each, FunctionType) and not each.__module__.startswith("torch."))

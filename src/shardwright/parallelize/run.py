@@ -19,6 +19,7 @@ from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
 from shardwright.errors import PlanError
 from shardwright.parallelize.averages import Averages, RunAverages
+from shardwright.parallelize.batch_copies import BatchCopy
 from shardwright.parallelize.batch_parts import BatchParts
 from shardwright.parallelize.batches import Targets, as_tensors, check_part, check_takes_inputs
 from shardwright.parallelize.checks import check_own
@@ -33,7 +34,6 @@ from shardwright.parallelize.measured_timeline import busy_seconds, measured_tim
 from shardwright.parallelize.no_samples import NoSampleChecker
 from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.optimizer_groups import check_groups, groups_of
-from shardwright.parallelize.own_inputs import OwnInputs
 from shardwright.parallelize.planning import on_device
 from shardwright.parallelize.rank_state import RankState
 from shardwright.parallelize.run_misuse import is_fixed, refuse_call, refuse_missing, refuse_new
@@ -107,7 +107,7 @@ class Run(RankState):
         is_shared = world.local and world.size > 1 and world.device.type != "meta"
         self._step = TrainStep(
             self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan,
-            NoSampleChecker(plain, plan), self._check_reads, OwnInputs(is_shared=is_shared),
+            NoSampleChecker(plain, plan), self._check_reads, BatchCopy(is_shared=is_shared),
         )  # fmt: skip
         models = [self.model] if plain is None else [self.model, plain]
         are_compared = bool(check_every) and world.size > 1

@@ -11,11 +11,10 @@ from torch import nn
 from shardwright.analysis.batch_norms import sees_batch
 from shardwright.analysis.draws import Draws
 from shardwright.analysis.model_graph import ModelGraph
-from shardwright.analysis.reached import reached
 from shardwright.analysis.sample_mixing import means_within
 from shardwright.comm.world import World
 from shardwright.models.model_loss import ModelLoss
-from shardwright.parallelize.loss_watch import copies_of_model
+from shardwright.parallelize.loss_watch import copies_of_model, held_objects
 from shardwright.plan.plan import Plan
 from shardwright.strategies.pipeline.cut_model import runs_on_shards
 
@@ -84,8 +83,9 @@ def warn_of_loss_norms(loss: nn.Module, plan: Plan, world: World) -> None:
     """Warns, on rank 0, of BatchNorms in training mode in a network of the loss, where the layout cuts the batch."""
     if world.rank or not cuts_batch(plan):
         return
-    held = (each for _, each in reached(loss, {id(each): each for each in copies_of_model(loss)}))
-    norm = next((each for each in held if isinstance(each, nn.Module) and each.training and sees_batch(each)), None)
+    of_model = {id(each) for each in copies_of_model(loss)}
+    held = (each for _, each in held_objects(loss) if isinstance(each, nn.Module) and id(each) not in of_model)
+    norm = next((each for each in (*loss.modules(), *held) if each.training and sees_batch(each)), None)
     if norm is not None:
         warn(
             f"the loss holds a {type(norm).__name__} in training mode, which under {plan.layout} takes its statistics "

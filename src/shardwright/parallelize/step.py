@@ -30,6 +30,7 @@ from shardwright.mesh import Coord
 from shardwright.models.eval_mode import eval_mode
 from shardwright.models.given_loss import SumLoss
 from shardwright.models.losses import CrossEntropy, MeanSquaredError, mean_of
+from shardwright.parallelize.batch_copies import BatchCopy
 from shardwright.parallelize.checks import (
     check_code,
     check_dtypes,
@@ -51,7 +52,6 @@ from shardwright.parallelize.loss_watch import RefusesGradients, attributes_watc
 from shardwright.parallelize.no_samples import NoSampleChecker
 from shardwright.parallelize.outputs import OutputShare, can_join, described, join_parts
 from shardwright.parallelize.overlapped_update import Mean, overlap_updates, overlapped_offload
-from shardwright.parallelize.own_inputs import OwnInputs
 from shardwright.parallelize.planning import num_rows, numbers_per_sample, on_device, rows
 from shardwright.parallelize.rank_check import batch_number, check_one_batch
 from shardwright.plan.batch_shard import microbatch_samples, num_tokens_of
@@ -84,7 +84,7 @@ class TrainStep:
         stop_at_nan: bool,
         empty: NoSampleChecker,
         check_reads: Callable[[Collection[Tensor]], None],
-        own: OwnInputs,
+        own: BatchCopy,
     ) -> None:
         self.loss, self.plan, self.coord, self.axes = loss, plan, coord, axes
         self.parameters, self.offload = parameters, offload

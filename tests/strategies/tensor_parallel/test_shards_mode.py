@@ -331,11 +331,12 @@ def test_a_model_is_cut_by_its_operators_over_as_many_ranks_as_labels_of_one_byt
 class TokenModel(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table, self.mix, self.head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
+        self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.up, self.down = nn.Linear(8, 24), nn.Parameter(torch.randn(24, 8))
 
     def forward(self, tokens):
         x = self.table(tokens)
-        return self.head(x + self.mix(x).relu())
+        return self.head(x + self.up(x).relu() @ self.down)
 
 
 GATHERED = {

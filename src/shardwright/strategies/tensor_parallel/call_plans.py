@@ -266,7 +266,7 @@ class _Planning:
         made = [shard_of(use.shape, cut) for use, cut in zip(call.results, cuts, strict=True)]
         function = _group_norm if call.name == "native_group_norm" else call.function
         step = OperatorStep(function, call.args, call.named, tuple(changes), (), summed)
-        step = _localized(call, step, relation, labels, made, self.rank) if labels else step
+        step = _localized(_LocalCall(call, step, relation, labels, made, self.rank)) if labels else step
         if shared is not None and copies:
             step = _partly_shared(call, step, shared, self.rank)
         same = step.function is call.function and step.args == call.args and step.named == call.named
@@ -353,52 +353,127 @@ def _cuts(dims: Dims, labels: Mapping[int, bytes], letters: DimLetters) -> tuple
 # ---- arguments of this rank's shard
 
 
-def _localized(
-    call: RecordedCall, step: OperatorStep, relation: DimRelation, labels: Mapping[int, bytes],
-    made: Sequence[TensorShard | None], rank: int,
-) -> OperatorStep:  # fmt: skip
+class _LocalCall(NamedTuple):
+    """A call of an operator on this rank's shards, whose arguments may name sizes of the whole.
+
+    ``step`` is the call as it stands, ``labels`` the rank of each index of the cut letters, and ``made`` the shards of
+    the results.
+    """
+
+    call: RecordedCall
+    step: OperatorStep
+    relation: DimRelation
+    labels: Mapping[int, bytes]
+    made: Sequence[TensorShard | None]
+    rank: int
+
+    def with_args(self, *args: Any, **changes: Any) -> OperatorStep:
+        """Returns the step with other positional arguments, and other fields in ``changes``."""
+        return self.step._replace(args=args, **changes)
+
+
+def _localized(local: _LocalCall) -> OperatorStep:
     """Returns an operator's step with the size arguments of this rank's shard in place of the whole's."""
-    args, name, aten = list(call.args), call.name, torch.ops.aten
-    shard = made[0] if made else None
-    if name in ("view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "broadcast_to"):
-        if shard is not None:
-            args[1] = list(shard.local_shape(rank))
-        function = call.function if name in ("expand", "broadcast_to") else viewed
-        return step._replace(function=function, args=tuple(args))
-    if name in ("slice", "narrow"):
-        return _sliced(call, step, relation, labels, rank)
-    if name in ("split", "split_with_sizes", "chunk", "unsafe_split"):
-        dim = call.argument(2, "dim", 0) % len(call.operands[0].shape)
-        sizes = [
-            (own.local_shape(rank) if own is not None else use.shape)[dim]
-            for own, use in zip(made, call.results, strict=True)
-        ]
-        return step._replace(function=aten.split_with_sizes.default, args=(args[0], sizes, dim), named={})
-    if name == "convolution":
-        group = next((p for dim in (relation.operands[0] or ())[1:2] for p in dim if p in labels), None)
-        if group is not None and args[8] > 1 and relation.letters.sizes[_letter(group)] == args[8]:
-            args[8] = num_held(labels[_letter(group)], rank)
-        if step.summed:
-            bias, args[2] = args[2], None
-            return step._replace(args=tuple(args), addend=bias, addend_dim=1)
-        return step._replace(args=tuple(args))
-    if name == "native_group_norm" and shard is not None:
-        (args[3], args[4]), groups = shard.local_shape(rank)[:2], made[1]
-        args[6] = groups.local_shape(rank)[1] if groups is not None else args[6]
-        return step._replace(args=tuple(args))
-    if name == "mean" and step.summed:
-        count = prod(call.operands[0].shape) // max(prod(call.results[0].shape), 1)
-        return step._replace(function=partial(_share_of_mean, count))
-    if step.summed and name in ("addmm", "baddbmm"):
-        if any(value != 1 for value in call.named.values()):
-            raise NotOnShardsError(f"{name} with factors")
-        function = aten.mm.default if name == "addmm" else aten.bmm.default
-        return step._replace(function=function, args=tuple(args[1:]), named={}, addend=args[0])
-    if step.summed and name == "linear":
-        bias = call.argument(2, "bias")
-        named = {key: value for key, value in call.named.items() if key != "bias"}
-        return step._replace(args=tuple(args[:2]), named=named, addend=bias)
-    return step
+    localize = _LOCAL_ARGUMENTS.get(local.call.name)
+    return local.step if localize is None else localize(local)
+
+
+def _reshaped(local: _LocalCall) -> OperatorStep:
+    args, shard = list(local.call.args), local.made[0]
+    if shard is not None:
+        args[1] = list(shard.local_shape(local.rank))
+    return local.with_args(*args)
+
+
+def _viewed(local: _LocalCall) -> OperatorStep:
+    return _reshaped(local)._replace(function=viewed)  # a shard may be no view of the whole's strides
+
+
+def _sliced(local: _LocalCall) -> OperatorStep:
+    call, step, dims = local.call, local.step, local.relation.operands[0]
+    dim = call.argument(1, "dim", 0) % len(call.operands[0].shape)
+    assert dims is not None, "a slice has a rule"
+    cut = cut_of(dims[dim], local.labels, local.relation.letters)
+    if cut is None:
+        return step
+    start, size = call.argument(2, "start") or 0, call.results[0].shape[dim]
+    every = call.argument(4, "step", 1) if call.name == "slice" else 1
+    if every != 1:  # every n-th of a factor that is whole
+        return local.with_args(call.args[0], dim, start, 2**62, every, named={})
+    start += len(cut) if start < 0 else 0
+    first, last = num_held(cut[:start], local.rank), num_held(cut[: start + size], local.rank)
+    return local.with_args(call.args[0], dim, first, last, named={}, function=torch.ops.aten.slice.Tensor)
+
+
+def _split(local: _LocalCall) -> OperatorStep:
+    call = local.call
+    dim = call.argument(2, "dim", 0) % len(call.operands[0].shape)
+    # a number of equal parts of the whole is not one of the shard: the sizes of all are given
+    sizes = [
+        (own.local_shape(local.rank) if own is not None else use.shape)[dim]
+        for own, use in zip(local.made, call.results, strict=True)
+    ]
+    return local.with_args(call.args[0], sizes, dim, named={}, function=torch.ops.aten.split_with_sizes.default)
+
+
+def _convolved(local: _LocalCall) -> OperatorStep:
+    args, labels, letters = list(local.call.args), local.labels, local.relation.letters
+    group = next((p for dim in (local.relation.operands[0] or ())[1:2] for p in dim if p in labels), None)
+    if group is not None and args[8] > 1 and letters.sizes[_letter(group)] == args[8]:  # whole groups on each rank
+        args[8] = num_held(labels[_letter(group)], local.rank)
+    if not local.step.summed:
+        return local.with_args(*args)
+    bias, args[2] = args[2], None  # added once, to the sum of all ranks
+    return local.with_args(*args, addend=bias, addend_dim=1)
+
+
+def _group_normed(local: _LocalCall) -> OperatorStep:
+    args, shard, groups = list(local.call.args), local.made[0], local.made[1]
+    if shard is None:
+        return local.step
+    args[3:5] = shard.local_shape(local.rank)[:2]
+    args[6] = groups.local_shape(local.rank)[1] if groups is not None else args[6]
+    return local.with_args(*args)
+
+
+def _averaged(local: _LocalCall) -> OperatorStep:
+    if not local.step.summed:
+        return local.step
+    count = prod(local.call.operands[0].shape) // max(prod(local.call.results[0].shape), 1)  # of all ranks' elements
+    return local.step._replace(function=partial(_share_of_mean, count))
+
+
+def _added_product(local: _LocalCall) -> OperatorStep:
+    call, aten = local.call, torch.ops.aten
+    if not local.step.summed:
+        return local.step
+    if any(value != 1 for value in call.named.values()):
+        raise NotOnShardsError(f"{call.name} with factors")
+    function = aten.mm.default if call.name == "addmm" else aten.bmm.default
+    return local.with_args(*call.args[1:], function=function, named={}, addend=call.args[0])
+
+
+def _linear(local: _LocalCall) -> OperatorStep:
+    call = local.call
+    if not local.step.summed:
+        return local.step
+    named = {key: value for key, value in call.named.items() if key != "bias"}
+    return local.with_args(*call.args[:2], named=named, addend=call.argument(2, "bias"))
+
+
+_LOCAL_ARGUMENTS: Mapping[str, Callable[[_LocalCall], OperatorStep]] = {
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _viewed),
+    **dict.fromkeys(("expand", "broadcast_to"), _reshaped),
+    **dict.fromkeys(("slice", "narrow"), _sliced),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "unsafe_split"), _split),
+    **dict.fromkeys(("addmm", "baddbmm"), _added_product),
+    "convolution": _convolved,
+    "native_group_norm": _group_normed,
+    "mean": _averaged,
+    "linear": _linear,
+}
+"""For each operator with an argument that is another one on a shard, by name: a size, a count, or a bias that only the
+sum of all ranks gets."""
 
 
 def _partly_shared(call: RecordedCall, step: OperatorStep, cut: bytes, rank: int) -> OperatorStep:
@@ -454,24 +529,6 @@ def _share_of_mean(count: int, x: Tensor, *args: Any, **named: Any) -> Tensor:
     """Returns this rank's term of a mean over ``count`` elements: the sum of its own, divided by ``count``."""
     total: Tensor = torch.ops.aten.sum(x, *args, **named)  # over all dims, or those that are given
     return total / count
-
-
-def _sliced(
-    call: RecordedCall, step: OperatorStep, relation: DimRelation, labels: Mapping[int, bytes], rank: int
-) -> OperatorStep:
-    dims = relation.operands[0]
-    dim = call.argument(1, "dim", 0) % len(call.operands[0].shape)
-    assert dims is not None, "a slice has a rule"
-    cut = cut_of(dims[dim], labels, relation.letters)
-    if cut is None:
-        return step
-    start, size = call.argument(2, "start") or 0, call.results[0].shape[dim]
-    every = call.argument(4, "step", 1) if call.name == "slice" else 1
-    if every != 1:  # every n-th of a factor that is whole
-        return step._replace(args=(call.args[0], dim, start, 2**62, every), named={})
-    start += len(cut) if start < 0 else 0
-    first, last = num_held(cut[:start], rank), num_held(cut[: start + size], rank)
-    return step._replace(function=torch.ops.aten.slice.Tensor, args=(call.args[0], dim, first, last), named={})
 
 
 def like(tensor: Tensor, shape: Sequence[int]) -> Tensor:

@@ -13,13 +13,13 @@ from shardwright.analysis.operator_results import cloned
 from shardwright.runtime.executor import Microbatch
 
 
-class OwnInputs:
+class BatchCopy:
     """Copies what a rank is given, if several ranks may hold the same tensors (``is_shared``) and code writes to them.
 
     Whether it does is seen in the first step, which runs on copies.
 
     >>> import torch
-    >>> inputs, given = OwnInputs(is_shared=True), Microbatch(torch.ones(2), torch.zeros(2), range(2), 2)
+    >>> inputs, given = BatchCopy(is_shared=True), Microbatch(torch.ones(2), torch.zeros(2), range(2), 2)
     >>> for _ in range(2):
     ...     own = inputs.copied(given)
     ...     _ = own.inputs.sub_(1)
