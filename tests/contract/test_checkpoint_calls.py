@@ -13,7 +13,7 @@ from shardwright.errors import PlanError
 from shardwright.models.losses import MeanSquaredError
 from shardwright.rng import RngTracker
 from shardwright.runtime.keyed_draws import key_draws
-from shardwright.strategies.tensor_parallel.on_shards import share_cut
+from shardwright.strategies.tensor_parallel.shards_plan import share_cut
 
 WIDTH, SAMPLES = 8, 6
 

@@ -14,7 +14,7 @@ from shardwright.layout import Layout
 from shardwright.models.losses import MeanSquaredError
 from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize.planning import job_for, make_plan
-from shardwright.strategies.tensor_parallel.on_shards import share_cut
+from shardwright.strategies.tensor_parallel.shards_plan import share_cut
 
 WORDS, TOKENS, WIDTH, NUM_EXPERTS = 23, 3, 16, 6
 

@@ -14,9 +14,9 @@ from shardwright.analysis.model_graph import ModelGraph
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy, MeanSquaredError
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, structural_copy
-from shardwright.strategies.tensor_parallel import on_shards
+from shardwright.strategies.tensor_parallel import shards_traffic
 from shardwright.strategies.tensor_parallel.graph_cuts import graph_cuts
-from shardwright.strategies.tensor_parallel.on_shards import ShardsNote, share_cut, work_cut
+from shardwright.strategies.tensor_parallel.shards_plan import ShardsNote, share_cut, work_cut
 
 WIDTH, HEADS, TOKENS, WORDS = 16, 4, 6, 23
 
@@ -393,8 +393,8 @@ def test_a_fused_layer_is_cut_by_query_heads_though_all_ranks_hold_its_key_head(
 @pytest.mark.parametrize("line", ["tp4", "dp2/zero3 tp2"])
 def test_ranks_that_hold_the_same_are_priced_by_one_rehearsal(line, monkeypatch):
     plan, strategies = planned(line, CASES["FusedBlock"])
-    rehearsed, count = on_shards._rehearsed, []
-    monkeypatch.setattr(on_shards, "_rehearsed", lambda *given: count.append(given) or rehearsed(*given))
+    rehearsed, count = shards_traffic._rehearsed, []
+    monkeypatch.setattr(shards_traffic, "_rehearsed", lambda *given: count.append(given) or rehearsed(*given))
     inputs = torch.zeros(12, TOKENS, dtype=torch.int64)
     traffic = StepTraffic(job_of(line, CASES["FusedBlock"]), plan, strategies, inputs)
     for coord in plan.mesh.coords():

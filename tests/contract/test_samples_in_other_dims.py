@@ -9,7 +9,7 @@ from tests.contract.test_on_shards import TOKENS, WIDTH, WORDS, OwnCase
 from torch import nn
 
 from shardwright.models.losses import CrossEntropy
-from shardwright.strategies.tensor_parallel.on_shards import share_cut
+from shardwright.strategies.tensor_parallel.shards_plan import share_cut
 
 WAYS = {
     "tokens first": (lambda h: h.transpose(0, 1), lambda h: h.transpose(0, 1)),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import shardwright as sw
-from shardwright.strategies.tensor_parallel.on_shards import ShardsNote
+from shardwright.strategies.tensor_parallel.shards_plan import ShardsNote
 
 CASES = {"GroupedBlock": LANGUAGE["GroupedBlock"], "Paired": OF_EVENTS["Paired"]}
 

@@ -9,7 +9,7 @@ from tests.contract.test_on_shards import OwnCase
 from torch import nn
 
 from shardwright.models.losses import MeanSquaredError
-from shardwright.strategies.tensor_parallel.on_shards import ShardsNote, share_cut
+from shardwright.strategies.tensor_parallel.shards_plan import ShardsNote, share_cut
 
 WIDTH, STEPS = 12, 3
 

@@ -22,7 +22,7 @@ from shardwright.models.model_loss import MeanLoss, ModelLoss
 from shardwright.parallelize.planning import structural_copy
 from shardwright.sharding.tensor_shard import shard_of, tag
 from shardwright.strategies.tensor_parallel import graph_cuts
-from shardwright.strategies.tensor_parallel.on_shards import ShardsNote
+from shardwright.strategies.tensor_parallel.shards_plan import ShardsNote
 from shardwright.strategies.tensor_parallel.vocabulary_on_shards import cross_entropy_on_shards, embedding_on_shards
 
 WIDTH, CLASSES, SAMPLES, TOKENS = 8, 22, 8, 5

@@ -19,7 +19,7 @@ from shardwright.report.description import describe
 from shardwright.report.layout_sections import layout_html
 from shardwright.report.run_page import write_run_page
 from shardwright.report.training_runs import record_run
-from shardwright.strategies.tensor_parallel.on_shards import ShardsNote
+from shardwright.strategies.tensor_parallel.shards_plan import ShardsNote
 
 
 def charts_of(path):

@@ -11,7 +11,7 @@ from shardwright.layout import Layout
 from shardwright.models.losses import MeanSquaredError
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan
 from shardwright.strategies.tensor_parallel.graph_cuts import graph_cuts
-from shardwright.strategies.tensor_parallel.on_shards import share_cut
+from shardwright.strategies.tensor_parallel.shards_plan import share_cut
 
 WIDTH, TOKENS = 16, 24
 

@@ -14,7 +14,7 @@ from shardwright.models import MeanSquaredError
 from shardwright.sharding.tensor_shard import ALL, TensorShard
 from shardwright.strategies.tensor_parallel.call_plans import ShardUse, WriteToShardError, plan_call
 from shardwright.strategies.tensor_parallel.graph_cuts import _TURNS, graph_cuts
-from shardwright.strategies.tensor_parallel.on_shards import share_cut, work_cut
+from shardwright.strategies.tensor_parallel.shards_plan import share_cut, work_cut
 
 
 class Squeezed(nn.Module):

@@ -29,21 +29,20 @@ from shardwright.strategies.tensor_parallel.apply import apply
 from shardwright.strategies.tensor_parallel.hints import with_hints
 from shardwright.strategies.tensor_parallel.mode import OPTIONS, Mode
 from shardwright.strategies.tensor_parallel.note import notes_of
-from shardwright.strategies.tensor_parallel.on_shards import (
+from shardwright.strategies.tensor_parallel.on_shards import apply_on_shards, shard_of_drawn
+from shardwright.strategies.tensor_parallel.place import place, why_apart
+from shardwright.strategies.tensor_parallel.plan_draft import own_names, record_of_own_code, recorded_run
+from shardwright.strategies.tensor_parallel.roles import GridAxis, State
+from shardwright.strategies.tensor_parallel.shards_plan import (
     ENOUGH,
     GAIN,
     LEAST_SHARE,
     ShardsNote,
-    apply_on_shards,
     place_on_shards,
-    shard_of_drawn,
     share_cut,
-    traffic_on_shards,
     work_cut,
 )
-from shardwright.strategies.tensor_parallel.place import place, why_apart
-from shardwright.strategies.tensor_parallel.plan_draft import own_names, record_of_own_code, recorded_run
-from shardwright.strategies.tensor_parallel.roles import GridAxis, State
+from shardwright.strategies.tensor_parallel.shards_traffic import traffic_on_shards
 from shardwright.strategies.tensor_parallel.traffic import traffic
 from shardwright.strategies.tensor_parallel.traffic_cuts import traffic_cuts
 from shardwright.strategy import check_own_writes

@@ -11,8 +11,8 @@ from shardwright.plan.batch_shard import RowMoves
 from shardwright.plan.plan import Plan
 from shardwright.sharding.tensor_shard import ALL
 from shardwright.strategies.tensor_parallel.features import Features
-from shardwright.strategies.tensor_parallel.on_shards import ShardsNote
 from shardwright.strategies.tensor_parallel.roles import RoleStep
+from shardwright.strategies.tensor_parallel.shards_plan import ShardsNote
 
 
 def traffic_cuts(plan: Plan) -> TrafficCuts:
