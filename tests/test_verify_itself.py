@@ -217,7 +217,7 @@ def test_a_gradient_of_one_rounded_number_is_allowed_a_rounding_though_runs_may_
 
 def test_a_loss_whose_roundings_cancel_in_one_comparison_is_still_allowed_a_rounding():
     own = DeviceDifference(torch.float32, 9e-11, {"x": 1e-7, "y": 1e-12}, {})
-    allowed, largest = sys.modules["shardwright.verify"]._allowed(own, 1e-10, {"z"})
+    allowed, largest = sys.modules["shardwright.verify.comparison"]._allowed(own, 1e-10, {"z"})
     assert largest == 1e-7
     assert 1e-8 < allowed("loss", "") < 2e-7
     assert allowed("gradients", "y") == 1e-10, "a tensor has many elements, and is told by its own"
