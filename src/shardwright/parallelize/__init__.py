@@ -32,14 +32,7 @@ from shardwright.operators.split_backward import DeferredGradients
 from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.batches import as_tensors
 from shardwright.parallelize.between_nodes import bytes_between, crossing_pairs, node_warnings
-from shardwright.parallelize.checks import (
-    check_given,
-    check_loss,
-    check_model,
-    check_names,
-    check_same_start,
-    check_world,
-)
+from shardwright.parallelize.checks import check_given, check_loss, check_model, check_names, check_world
 from shardwright.parallelize.first_batch import FirstBatchChecker
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.loss_settings import follow_settings
@@ -56,6 +49,7 @@ from shardwright.parallelize.planning import (
 )
 from shardwright.parallelize.rank_check import CHECK_EVERY
 from shardwright.parallelize.run import Run
+from shardwright.parallelize.same_start import check_same_start
 from shardwright.parallelize.sample_checks import (
     check_draws,
     cuts_batch,

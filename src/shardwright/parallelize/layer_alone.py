@@ -14,9 +14,10 @@ from shardwright.errors import LayoutError, PlanError, check_at_least
 from shardwright.layout import Layout
 from shardwright.operators.linear import PendingGradients, weight_of
 from shardwright.parallelize.auto import settle
-from shardwright.parallelize.checks import check_model, check_same_start, check_world
+from shardwright.parallelize.checks import check_model, check_world
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.planning import structural_copy, without_storage
+from shardwright.parallelize.same_start import check_same_start
 from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.traffic import summed_axes

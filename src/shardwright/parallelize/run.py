@@ -22,7 +22,6 @@ from shardwright.parallelize.averages import Averages, RunAverages
 from shardwright.parallelize.batch_copies import BatchCopy
 from shardwright.parallelize.batch_parts import BatchParts
 from shardwright.parallelize.batches import Targets, as_tensors, check_part, check_takes_inputs
-from shardwright.parallelize.checks import check_own
 from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whole
 from shardwright.parallelize.first_batch import FirstBatchChecker
@@ -39,6 +38,7 @@ from shardwright.parallelize.rank_state import RankState
 from shardwright.parallelize.run_misuse import is_fixed, refuse_call, refuse_missing, refuse_new
 from shardwright.parallelize.step import TrainStep, inputs_in, pieces_of
 from shardwright.parallelize.step_checker import StepChecker
+from shardwright.parallelize.step_checks import check_own
 from shardwright.parallelize.step_guard import StepGuard
 from shardwright.parallelize.whole_state import (
     clear_both,

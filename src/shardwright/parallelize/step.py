@@ -31,18 +31,6 @@ from shardwright.models.eval_mode import eval_mode
 from shardwright.models.given_loss import SumLoss
 from shardwright.models.losses import CrossEntropy, MeanSquaredError, mean_of
 from shardwright.parallelize.batch_copies import BatchCopy
-from shardwright.parallelize.checks import (
-    check_code,
-    check_dtypes,
-    check_frozen,
-    check_full,
-    check_structure,
-    check_trains,
-    code_of,
-    explained_on_shards,
-    structure_of,
-    torch_errors_explained,
-)
 from shardwright.parallelize.loss_collectives import RefusesCollective
 from shardwright.parallelize.loss_counters import counters_of, warn_of_counters
 from shardwright.parallelize.loss_of_halves import warn_of_halves
@@ -54,6 +42,18 @@ from shardwright.parallelize.outputs import OutputShare, can_join, described, jo
 from shardwright.parallelize.overlapped_update import Mean, overlap_updates, overlapped_offload
 from shardwright.parallelize.planning import num_rows, numbers_per_sample, on_device, rows
 from shardwright.parallelize.rank_check import batch_number, check_one_batch
+from shardwright.parallelize.step_checks import (
+    check_code,
+    check_dtypes,
+    check_frozen,
+    check_full,
+    check_structure,
+    check_trains,
+    code_of,
+    explained_on_shards,
+    structure_of,
+    torch_errors_explained,
+)
 from shardwright.plan.batch_shard import microbatch_samples, num_tokens_of
 from shardwright.plan.plan import OUTPUT, Plan
 from shardwright.plan.schedule import Action, Schedule, accumulate

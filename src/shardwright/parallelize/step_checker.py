@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from shardwright.errors import PlanError
-from shardwright.parallelize.checks import dropout_warning, hooks_warning, idle_hooks_warning
 from shardwright.parallelize.rank_check import bit_sums, check_ranks, is_compared
 from shardwright.parallelize.rank_state import RankState
+from shardwright.parallelize.step_checks import dropout_warning, hooks_warning, idle_hooks_warning
 from shardwright.parallelize.step_guard import StepGuard
 from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.executor import Microbatch

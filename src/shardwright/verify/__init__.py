@@ -70,9 +70,10 @@ from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.batches import Targets, pairs
-from shardwright.parallelize.checks import check_loss, check_model, check_names, check_trains
+from shardwright.parallelize.checks import check_loss, check_model, check_names
 from shardwright.parallelize.planning import job_for, make_plan, shares_of, structural_copy
 from shardwright.parallelize.run import Run
+from shardwright.parallelize.step_checks import check_trains
 from shardwright.plan.plan import compute_dtype
 from shardwright.runtime.executor import Microbatch
 from shardwright.verify.comparison import NARROW_FLOOR, TOLERANCE, compare_outcomes

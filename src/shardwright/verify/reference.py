@@ -41,9 +41,9 @@ from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import cloned
 from shardwright.models.losses import mean_of, sum_and_count
 from shardwright.models.model_loss import loss_dtype
-from shardwright.parallelize.checks import torch_errors_explained
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.planning import copied_loss, num_rows, structural_copy
+from shardwright.parallelize.step_checks import torch_errors_explained
 from shardwright.plan.batch_shard import microbatch_samples
 from shardwright.plan.plan import Plan
 from shardwright.rng import RngTracker
