@@ -406,7 +406,7 @@ _ASKS_SIZES = frozenset(
 """The functions that a TorchFunctionMode sees when code reads the shape or size of a tensor."""
 
 
-SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # torch's stubs declare it as a plain attribute
+_SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # torch's stubs declare it as a plain attribute
 """The function that a TorchFunctionMode is given for ``tensor.data = ...``, which calls no operator."""
 
 
@@ -428,8 +428,8 @@ class _WholeCalls(TorchFunctionMode):
             recorded.recording.measured[recorded.use(args[0].detach()).name].add(recorded.where()[0])
         if func == Tensor.to and isinstance(args[0], nn.Parameter):
             self._moved = None if any(isinstance(each, torch.dtype) for each in (*args, *named.values())) else args[0]
-        is_same = func == SETS_DATA and args[1] is args[0]
-        if func == SETS_DATA and isinstance(args[0], nn.Parameter) and not (is_same and self._moved is args[0]):
+        is_same = func == _SETS_DATA and args[1] is args[0]
+        if func == _SETS_DATA and isinstance(args[0], nn.Parameter) and not (is_same and self._moved is args[0]):
             self._recorded.assigns(args[0].detach(), args[1], is_same=is_same)
         if func in TAKES_GRADIENT:
             raise NotImplementedError("the forward takes a gradient itself, which no record of operators has")
