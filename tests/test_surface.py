@@ -243,7 +243,7 @@ JSON = [
             "shares": "factor share flops is_low whole text",
             "layer_traffic": "layer strategy sent_bytes",
             "shares.whole": "module share why",
-            "stages": "stage chunks share_of_time parameter_bytes activation_bytes",
+            "stages": "stage chunks share_of_time parameter_bytes activation_bytes why_large",
             "stages.chunks": "chunk calls",
             "timeline": "bubble makespan_s spans memory",
             "memory": "rank predicted",

@@ -324,6 +324,26 @@ class PadsTheGradient(torch.autograd.Function):
         return padded
 
 
+class FillsTheGradient(ScalesTheGradient):
+    """Writes the gradient into an empty tensor, half by half, as code around kernels does."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        filled = torch.empty_like(gradient)
+        filled[:, :WIDTH] = gradient[:, :WIDTH] * 2
+        filled[:, WIDTH:] = gradient[:, WIDTH:] * 2
+        return filled
+
+
+class SelectsTheGradient(ScalesTheGradient):
+    """Has a number in place of zeros, and a product beside the gradient."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return torch.where(x.abs() < 1, torch.addcmul(gradient, gradient, x), 0.0)
+
+
 class WithFunction(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -335,8 +355,13 @@ class WithFunction(nn.Module):
         return self.down(self.function.apply(h, *([0.1 * h.square().mean()] * (self.function is AddsATerm))))
 
 
+FUNCTIONS = (
+    AddsATerm, AddsToTheGradient, ScalesTheGradient, PadsTheGradient, FillsTheGradient, SelectsTheGradient
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("line", ["dp2", "mb2"])
-@pytest.mark.parametrize("function", [AddsATerm, AddsToTheGradient, ScalesTheGradient, PadsTheGradient])
+@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.sampled(3)
 def test_a_backward_that_adds_a_term_is_warned_of_where_it_may_be_a_mean_over_samples(function, line, recwarn):
     verdict = verify(WithFunction(function), line, [(torch.randn(NUM, WIDTH), classes())])

@@ -504,3 +504,58 @@ def test_what_is_written_in_place_is_no_other_ranks_where_ranks_are_threads(line
 
     for found in launch(work, Layout.parse(line), ranks="threads"):
         assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-6)
+
+
+class ShiftsWhileItTrains(ShiftsItsInput):
+    def forward(self, x):
+        return self.net(x.sub_(0.5) if self.training else x)
+
+
+def losses_from(model, line, data, before):
+    def work(world):
+        loss = MeanLoss(nn.functional.cross_entropy)
+        run = parallelize(model, line, world, loss=loss, example=torch.rand(8, 4).double())
+        before(run)
+        optimizer, found = run.optimizer(torch.optim.SGD, lr=0.1), []
+        for batch in run.shard(data):
+            found.append(run.step(batch).item())
+            optimizer.step()
+        return found
+
+    return launch(work, Layout.parse(line), ranks="threads")
+
+
+def plain_losses_of(model, data):
+    model, found = copy.deepcopy(model), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in data:
+        optimizer.zero_grad()
+        mean = nn.functional.cross_entropy(model(x), y)
+        found.append(mean.item())
+        mean.backward()
+        optimizer.step()
+    return found
+
+
+def samples(number):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.rand(8, 4, generator=generator).double(), torch.randint(3, (8,), generator=generator))
+        for _ in range(number)
+    ]
+
+
+def test_an_evaluation_does_not_tell_whether_training_writes_to_its_inputs():
+    torch.manual_seed(0)
+    own, (other, *data) = ShiftsWhileItTrains().double(), samples(4)
+    found = losses_from(own, "tp2", data, lambda run: [run.evaluate(batch) for batch in run.shard([other])])
+    expected = plain_losses_of(own, samples(4)[1:])
+    assert all(rank == pytest.approx(expected, rel=1e-9) for rank in found)
+
+
+def test_ranks_that_hold_other_samples_write_into_the_batch_that_was_given_as_one_device_does():
+    torch.manual_seed(0)
+    own = ShiftsItsInput().double()
+    found = losses_from(own, "dp2", samples(1) * 4, lambda run: None)
+    expected = plain_losses_of(own, samples(1) * 4)
+    assert all(rank == pytest.approx(expected, rel=1e-9) for rank in found)

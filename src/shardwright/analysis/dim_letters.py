@@ -101,7 +101,7 @@ The entry of an operand is None if its dims are related to no other tensor's, as
 
 
 def rule(table: dict[str, DimRule], *names: str) -> Callable[[DimRule], DimRule]:
-    """Returns a decorator that stores a function in ``table``, under ``names``, as the :data:`Rule` of these operators.
+    """Returns a decorator that stores a function in ``table``, under ``names``, as :data:`DimRule` of these operators.
 
     The function relates the dims of an operator's inputs to those of its results.
     """

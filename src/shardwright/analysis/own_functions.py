@@ -101,8 +101,11 @@ class _FunctionBackward:
         self._forward.functions.setdefault(name, []).extend(calls)
 
 
-_ZEROS = frozenset(("zeros", "zeros_like", "new_zeros", "zero_", "zero"))
-_SUMS = frozenset(("add", "sub", "rsub", "where", "index_add", "scatter_add", "cat", "stack", "addcmul", "addcdiv"))
+_ZEROS = frozenset(
+    ("zeros", "zeros_like", "new_zeros", "zero_", "zero", "empty", "empty_like", "new_empty", "empty_strided")
+)
+"""Operators that make zeros, or tensors that code fills afterwards."""
+_SUMS = frozenset(("add", "sub", "rsub", "where", "index_add", "scatter_add", "cat", "stack"))
 _OF_ZEROS = frozenset(("mul", "view", "expand", "reshape", "permute", "transpose", "clone", "_to_copy", "neg", "div"))
 """Operators of zeros alone, or of zeros and others, whose results are zeros."""
 
@@ -122,9 +125,9 @@ def _adds_terms(calls: Sequence[RecordedCall], given: Collection[TensorUse], ret
         zeros.difference_update(made)  # something is written into them
         if not depends:
             continue
-        others = [use for use in call.operands if use not in scaled and use.has_fractions and use not in zeros]
-        number = call.argument(1, "other") if name in ("add", "sub") else 0
-        if name in _SUMS and (others or (isinstance(number, int | float) and number)):
+        # a number, as an eps or what a mask puts in place, is no term of a loss
+        others = (use for use in call.operands if use.shape and 0 not in use.shape and use.has_fractions)
+        if name in _SUMS and any(use not in scaled and use not in zeros for use in others):
             return True
         scaled.update(made)
     return any(use not in scaled and use not in zeros for use in returned)

@@ -20,9 +20,6 @@ from shardwright.analysis.own_functions import record_own_functions
 from shardwright.analysis.recording import Recorded, Recording, TensorUse
 from shardwright.models.model_loss import loss_in
 
-_SETTINGS = (bool, str, type(None), torch.dtype, torch.device)
-"""The classes of values that code sets again as they were, such as ``self.device = x.device``."""
-
 
 def record_forward(
     model: nn.Module, inputs: Any, within: Callable[[Recorded], AbstractContextManager[Any]] = nullcontext
@@ -68,13 +65,11 @@ def _record(
             found += [recorded.use(tensor, "input") for mark in marks for tensor in tree_leaves(mark)
                       if isinstance(tensor, Tensor)]  # fmt: skip
         _note_samples(packed_in(inputs), recorded)
-        before = {path: own_attributes(module) for path, module in model.named_modules()}
         with torch.enable_grad(), within(recorded), recorded:
             outputs = call_model(model, inputs)
-        now = ((path, *each) for path, module in model.named_modules() for each in own_attributes(module).items())
         recording.set_attributes = {
-            (path, name) for path, name, value in now
-            if path in before and before[path].get(name, model) is not value and not isinstance(value, _SETTINGS)
+            (path, name) for path, module in model.named_modules() for name, value in own_attributes(module).items()
+            if any(isinstance(leaf, Tensor) and recorded.is_computed(leaf) for leaf in tree_leaves(value))
         }  # fmt: skip
         replaced = {name: recorded.use(buffer, "constant") for name, buffer in model.named_buffers()}
         recording.new_buffers = {name: use for name, use in replaced.items() if recording.buffers.get(name) is not use}

@@ -130,8 +130,8 @@ class Recording:
     new_buffers: dict[str, TensorUse] = field(default_factory=dict)
     """The tensors that code puts in the place of buffers (``self.memory = state.detach()``), by the buffer's name."""
     set_attributes: set[tuple[str, str]] = field(default_factory=set)
-    """The attributes of modules that code has set (``self.loss = ...``), by the module's path and their name; those set
-    to text, flags, dtypes or devices aside."""
+    """The attributes of modules that hold what the code has computed (``self.loss = ...``, or a list of such), by the
+    module's path and their name."""
     inputs: list[TensorUse] = field(default_factory=list)
     """The inputs that have samples in dim 0; where none has, one that no code reads stands for them.
     ``marked_inputs`` are those that are marked to have none, of which ``packed_inputs`` have rows of samples."""

@@ -11,8 +11,8 @@ from shardwright.analysis.dim_letters import Concat, Dim, DimLetters, DimRule, D
 from shardwright.analysis.recording import RecordedCall
 
 VIEW_RULES: dict[str, DimRule] = {}
-"""Maps the name of each operator that only moves elements, such as ``view``, to a function (:data:`Rule`) that returns
-which dims of its inputs and results correspond. ``operator_dims`` includes this table."""
+"""Maps the name of each operator that only moves elements, such as ``view``, to a function (:data:`DimRule`) that
+returns which dims of its inputs and results correspond. ``operator_dims`` includes this table."""
 
 _rule = partial(rule, VIEW_RULES)
 

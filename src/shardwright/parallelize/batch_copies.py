@@ -16,7 +16,8 @@ from shardwright.runtime.executor import Microbatch
 class BatchCopy:
     """Copies what a rank is given, if several ranks may hold the same tensors (``is_shared``) and code writes to them.
 
-    Whether it does is seen in the first step, which runs on copies.
+    Whether it does is seen in the first training step, until which each rank is given copies. Inputs to predict are
+    those of all samples on every rank: with ``are_threads`` each prediction has copies.
 
     >>> import torch
     >>> inputs, given = BatchCopy(is_shared=True), Microbatch(torch.ones(2), torch.zeros(2), range(2), 2)
@@ -28,8 +29,8 @@ class BatchCopy:
     (tensor([1., 1.]), tensor([0., 0.]))
     """
 
-    def __init__(self, *, is_shared: bool) -> None:
-        self._copies = is_shared
+    def __init__(self, *, is_shared: bool, are_threads: bool = False) -> None:
+        self._copies, self._are_threads = is_shared, are_threads
         self._is_known = not is_shared
 
     def copied(self, batch: Microbatch) -> Microbatch:
@@ -37,8 +38,8 @@ class BatchCopy:
         return replace(batch, inputs=cloned(batch.inputs), targets=cloned(batch.targets)) if self._copies else batch
 
     def copies_of(self, inputs: Any) -> Any:
-        """Returns inputs for a prediction, in the same way."""
-        return cloned(inputs) if self._copies else inputs
+        """Returns inputs for a prediction."""
+        return cloned(inputs) if self._are_threads else inputs
 
     def note_writes(self, microbatches: Sequence[Microbatch]) -> None:
         """Notes, after the first step, whether it has written to the tensors of its microbatches."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
 from warnings import warn
 
 import torch
@@ -11,14 +13,15 @@ from torch import Tensor, nn
 from shardwright.analysis.reached import attributes
 from shardwright.errors import explain
 from shardwright.layout import Layout
-from shardwright.parallelize.loss_watch import held_objects
+from shardwright.parallelize.loss_settings import MOST_ENTRIES, settings_of
+from shardwright.parallelize.loss_watch import objects_of_loss
 
 
 def counters_of(loss: nn.Module) -> Mapping[tuple[str, str], tuple[int, int]]:
     """Returns what a loss may count with: whole numbers among its attributes, and how often its buffers were written.
 
-    Each is by module and attribute name, as its kind (0: a number, 1: a buffer) and its value. Numbers are also those
-    that objects, dicts and lists hold which the loss refers to, as a closure does, by their path and name.
+    Each is by module and attribute name, as its kind (0: a number, 1: a buffer, 2: a number beside modules) and its
+    value. Numbers of kind 2 are those of objects, dicts and lists that the loss refers to, as a closure does, by path.
 
     >>> counters_of(nn.CrossEntropyLoss())
     {('', 'ignore_index'): (0, -100)}
@@ -28,12 +31,19 @@ def counters_of(loss: nn.Module) -> Mapping[tuple[str, str], tuple[int, int]]:
         found |= {(path, name): (0, value) for name, value in vars(module).items() if type(value) is int}
         buffers = ((name, each) for name, each in module._buffers.items() if each is not None)
         found |= {(path, name): (1, each._version) for name, each in buffers if not each.is_inference()}
-    for path, holder in held_objects(loss):
+    for path, holder in objects_of_loss(loss):
         if not isinstance(holder, nn.Module):
-            items = [*attributes(holder).items(), *(holder.items() if isinstance(holder, dict) else ())]
-            items += [(str(number), each) for number, each in enumerate(holder)] if isinstance(holder, list) else []
-            found |= {(path, str(name)): (0, value) for name, value in items if type(value) is int}
+            with suppress(RuntimeError):  # another rank, as a thread, adds to it in this moment
+                found |= {(path, name): (2, value) for name, value in _entries(holder) if type(value) is int}
     return found
+
+
+def _entries(holder: Any) -> list[tuple[str, Any]]:
+    """Returns the attributes of an object, and its entries if it is a dict or list that is no table."""
+    found: list[tuple[Any, Any]] = list(attributes(holder).items())
+    if isinstance(holder, dict | list) and len(holder) <= MOST_ENTRIES:
+        found += list(holder.items() if isinstance(holder, dict) else enumerate(holder))
+    return [(str(name), each) for name, each in found]
 
 
 def warn_of_counters(
@@ -42,7 +52,9 @@ def warn_of_counters(
     """Warns if a call of a loss has changed one of the counters that it had ``before``, and a step makes several."""
     now = counters_of(loss)
     for (path, name), value in before.items():
-        if now.get((path, name), value) != value:
+        other = now.get((path, name), value)
+        # an object may note sizes and sums, as meters do: a counter of calls is one more in each
+        if other != value and (value[0] < 2 or other[1] == value[1] + 1):
             number, counter = layout.num_microbatches, f"{path}.{name}".lstrip(".")
             warn(
                 f"the loss changes '{counter}' in each call, and mb{number} makes {number} calls a step: a schedule by "
@@ -72,6 +84,8 @@ class LossBuffers:
         A buffer that the loss makes when it is first called counts as none, and so do those that the user keeps, whose
         names, without their module's, are in ``kept``.
         """
+        settings = settings_of(self._loss)  # what the loop has changed, the loss has not
+        kept = {*kept, *(settings.renewed if settings is not None else ())}
         now = {name: buffer for name, buffer in self._buffers() if name.rpartition(".")[2] not in kept}
         found = [name for name, before in self._before.items() if name in now and _differs(now[name], *before)]
         if found:

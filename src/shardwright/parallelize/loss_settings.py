@@ -24,10 +24,12 @@ class LossSettings:
     """The numbers, text, flags and tensors that a user's loss holds, which a run's copy of the loss takes over.
 
     They are found once, in both: in attributes, dicts, lists, buffers, closures and arguments of partials. Each has the
-    value that it had when the copy last took it. A tensor is taken over too when it was written to.
+    value that it had when the copy last took it. A tensor is taken over too when it was written to. ``renewed`` has the
+    names of those that were.
     """
 
     def __init__(self, given: Any, own: Any) -> None:
+        self.renewed = set[str]()
         self._settings = [
             _Setting(mine, theirs, key, value, _state_of(value))
             for mine, theirs in _pairs(given, own, set())
@@ -36,16 +38,16 @@ class LossSettings:
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LossSettings:
-        return (
-            self  # a copy of the run's loss, as for a rehearsal, follows nothing; the tensors held here are not copied
-        )
+        return LossSettings(None, None)  # a copy of a run's loss, as for a rehearsal, follows nothing
 
     def renew(self) -> None:
         """Gives the copy each setting that has changed since, as by ``loss.beta = 0.5``; called before each step."""
         for number, (mine, theirs, key, before, state) in enumerate(self._settings):
             value = _at(theirs, key, before)
-            if (value is not before or _state_of(value) != state) and _is_followed(value):
+            is_there = not isinstance(mine, list) or key < len(mine)
+            if (value is not before or _state_of(value) != state) and is_there and _is_followed(value):
                 mine[key] = _taken_over(value, _at(mine, key))
+                self.renewed.add(str(key))
                 self._settings[number] = _Setting(mine, theirs, key, value, _state_of(value))
 
 
@@ -79,14 +81,21 @@ def _is_same(mine: Any, theirs: Any) -> bool:
 
 
 def _taken_over(value: Any, mine: Any) -> Any:
-    """Returns what the copy has in place of its own value: of a list or a tensor a copy, on the device of its own."""
+    """Returns what the copy has in place of its own value ``mine``, where the original has ``value`` now.
+
+    Of a list it is a copy, and of a tensor too, on the device of its own. Parameters share their memory with those of
+    the original, as they do in the copy.
+    """
     if not isinstance(value, Tensor) or mine is value:
         return list(value) if type(value) is list else value
+    device = mine.device if isinstance(mine, Tensor) else value.device
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(value.detach().to(device), requires_grad=value.requires_grad)
     if isinstance(mine, Tensor) and mine.shape == value.shape:
         with torch.no_grad():
             mine.copy_(value)
         return mine
-    return value.detach().to(mine.device if isinstance(mine, Tensor) else value.device, copy=True)
+    return value.detach().to(device, copy=True)
 
 
 def _items(holder: Any) -> list[tuple[Any, Any]]:
@@ -141,6 +150,7 @@ def _pairs(given: Any, own: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
         for theirs, mine in zip(given, own, strict=True):
             yield from _pairs(theirs, mine, seen)
     elif isinstance(given, FunctionType):  # it was rebuilt, since it holds a module, of which the copy has another
+        yield vars(own), vars(given)
         for theirs, mine in zip(given.__closure__ or (), own.__closure__ or (), strict=True):
             with suppress(ValueError):  # a cell may be empty
                 yield from _pairs(theirs.cell_contents, mine.cell_contents, seen)

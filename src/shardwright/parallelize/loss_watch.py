@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -14,134 +14,221 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.own_attributes import own_attributes
-from shardwright.analysis.reached import ATOMS, code_objects, reached
+from shardwright.analysis.reached import ATOMS, code_objects, held_by, is_leaf
 from shardwright.errors import PlanError
 from shardwright.forward_stack import STACK
-from shardwright.parallelize.loss_settings import FOLLOWED
+from shardwright.parallelize.loss_settings import FOLLOWED, MOST_ENTRIES
+from shardwright.strategies.pipeline.pipeline_stage import is_received
 
-_OF_MODEL, _SET = "_copies_of_model", "_attributes_of_model_set"
-_OURS = ("forward", STACK, FOLLOWED, _OF_MODEL, _SET)
+_READS = "_reads_of_model"
+_OURS = ("forward", STACK, FOLLOWED, _READS)
 """The attributes by which a run's loss holds what is the library's: a forward that replaces its own, and notes."""
 
+MOST_FUNCTIONS = 1000
+"""The most functions of a loss, and that these call, of which the code is looked at."""
 
-def held_objects(loss: nn.Module) -> Iterator[tuple[str, Any]]:
+_PACKAGES = ("torch.", "shardwright.")
+
+
+def objects_of_loss(loss: nn.Module, but: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
     """Yields each object that a loss of a user holds, directly or not, as pairs of its path and the object.
 
+    Left out are objects whose ids are in ``but``, and what they hold. Collections of more than ``MOST_ENTRIES`` are not
+    entered: they are tables, or data. Nor is one that another rank, as a thread, changes in this moment.
+
     >>> from shardwright.models.given_loss import as_loss
-    >>> [path for path, each in held_objects(as_loss(lambda x, y, scale=torch.ones(1): ((x * scale).sum(), 1)))]
+    >>> [path for path, each in objects_of_loss(as_loss(lambda x, y, scale=torch.ones(1): ((x * scale).sum(), 1)))]
     ['function', "function's default"]
     """
+    waiting = [
+        (f"{path}.{name}".lstrip("."), value)
+        for path, module in loss.named_modules()
+        for name, value in own_attributes(module).items()
+        if name not in _OURS
+    ]
     seen: dict[int, Any] = {}
-    for path, module in loss.named_modules():
-        for name, value in own_attributes(module).items():
-            if name not in _OURS and type(value) not in ATOMS:
-                yield from ((f"{path}.{name}{words}".lstrip("."), each) for words, each in reached(value, seen))
+    while waiting:
+        path, each = waiting.pop()
+        if type(each) in ATOMS or id(each) in seen or id(each) in but:
+            continue
+        seen[id(each)] = each
+        yield path, each
+        is_table = isinstance(each, dict | list | tuple | set | frozenset) and len(each) > MOST_ENTRIES
+        if not is_table and not is_leaf(each):
+            with suppress(RuntimeError):  # it has changed its size
+                waiting += [(path + words, part) for words, part in list(held_by(each))]
 
 
-def note_copies(loss: nn.Module, model: nn.Module, memo: Mapping[int, Any]) -> None:
-    """Notes in a copied loss the copies of the model's modules that it refers to, as a closure over the model does.
+class ModelReads:
+    """What a loss may read of the model that was given: the modules that it refers to, and the names in its code.
 
-    ``memo`` maps the ids of what was copied to the copies.
+    ``held`` has the modules by their path: copies of those in a closure, or the model's own behind a global name.
     """
-    found = {path: memo[id(module)] for path, module in model.named_modules() if id(module) in memo}
-    if found:
-        vars(loss)[_OF_MODEL] = found
 
+    def __init__(self, held: Mapping[str, nn.Module], names: Collection[str]) -> None:
+        self.held, self.names = held, names
+        self.of_record: Collection[tuple[str, str]] = ()
+        """The attributes that a record of the forward sets to what it has computed, by module and name."""
 
-def copies_of_model(loss: nn.Module) -> Collection[nn.Module]:
-    """Returns the copies of the plain model's modules that a loss refers to (:func:`note_copies`)."""
-    found: Mapping[str, nn.Module] = vars(loss).get(_OF_MODEL, {})
-    return found.values()
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelReads:
+        return self  # of a rehearsal, which checks nothing
 
+    def check(self, model: nn.Module, *, is_cut: bool) -> None:
+        """Raises PlanError if the loss's code names an attribute that the forward of the run's ``model`` has changed.
 
-def note_attributes(loss: nn.Module, graph: ModelGraph | None) -> None:
-    """Notes in a loss that refers to the plain model which of its attributes the forward sets, if a record says so."""
-    if graph is not None and vars(loss).get(_OF_MODEL):
-        with suppress(Exception):  # of the user's forward: then it is seen in the first step, but for stages
-            vars(loss)[_SET] = frozenset(graph.run.recording.set_attributes)
-
-
-@contextmanager
-def attributes_watched(loss: nn.Module, model: nn.Module) -> Iterator[None]:
-    """Returns a context in which a loss runs that refers to the plain model; ``model`` is the run's, after a forward.
-
-    Raises: PlanError: the loss has read an attribute that the forward changes, as ``self.aux_loss = ...`` does. The run
-        trains a copy of the plain model, so there it stays as it was.
-    """
-    held: Mapping[str, nn.Module] = vars(loss).get(_OF_MODEL, {})
-    read = set[tuple[str, str]]()
-    kinds = [(module, type(module)) for module in held.values()]
-    for path, module in held.items():
-        own = frozenset(own_attributes(module))
-        if own:
-            with suppress(TypeError):  # a class whose instances cannot change theirs
-                module.__class__ = _noting(type(module), path, own, read)
-    try:
-        yield
-    finally:
-        for module, kind in kinds:
-            module.__class__ = kind
-    modules = dict(model.named_modules())
-    for path, name in sorted(read):
-        now = vars(modules[path]).get(name, _MISSING) if path in modules else _MISSING
-        is_changed = now is not _MISSING and not _is_equal(vars(held[path]).get(name), now)
-        if is_changed or (path, name) in vars(loss).get(_SET, ()):
-            raise PlanError(
-                f"the loss reads '{f'{path}.{name}'.lstrip('.')}' of the model that was given, which its forward sets",
-                given="an attribute that stays as it was there, since the run trains a copy of the model",
-                allowed="losses of the output and the targets, and settings of the model that the forward leaves alone",
-                fix="return it from the model's forward with the output, and read it from there",
-            )
+        ``is_cut`` says that stages run the model's code, and may not set its attributes: then the record says which.
+        """
+        for path, module in model.named_modules():
+            if path not in self.held:
+                continue
+            before, now = _named_values(self.held[path], self.names), _named_values(module, self.names)
+            for name in sorted(now):
+                of_stages = is_cut and (path, name) in self.of_record
+                if of_stages or not _is_equal(before.get(name, _MISSING), now[name]):
+                    raise _stale(f"{path}.{name}".lstrip("."))
 
 
 _MISSING = object()
 
 
-def _noting(kind: type[nn.Module], path: str, own: frozenset[str], read: set[tuple[str, str]]) -> type[nn.Module]:
-    """Returns a subclass of ``kind`` whose instances add to ``read`` which of the attributes ``own`` are read."""
+def _stale(name: str) -> PlanError:
+    return PlanError(
+        f"the loss reads '{name}' of the model that was given, which its forward sets",
+        given="an attribute that stays as it was there, since the run trains a copy of the model",
+        allowed="losses of the output and the targets, and settings of the model that the forward leaves alone",
+        fix="return it from the model's forward with the output, and read it from there",
+    )
 
-    def __getattribute__(self: nn.Module, name: str) -> Any:  # noqa: N807  # Python's own name
-        if name in own:
-            read.add((path, name))
-        return kind.__getattribute__(self, name)
 
-    return type(kind.__name__, (kind,), {"__getattribute__": __getattribute__})
+def _named_values(module: nn.Module, names: Collection[str]) -> dict[str, Any]:
+    own = own_attributes(module) | module._buffers
+    return {name: value for name, value in own.items() if name in names}
 
 
 def _is_equal(before: Any, now: Any) -> bool:
-    """Returns whether an attribute is the same; of values that are no tensors, numbers or text that is not known."""
+    """Returns whether an attribute is as it was; other objects than numbers, text, tensors and lists count as equal.
+
+    Buffers of which a rank holds a part are not compared.
+    """
     if isinstance(before, Tensor) and isinstance(now, Tensor):
-        same = before.shape == now.shape and before.requires_grad == now.requires_grad and now.grad_fn is None
-        return same and torch.equal(before.to(now), now)
-    if isinstance(before, Tensor) or isinstance(now, Tensor):
-        return False
-    return type(now) not in ATOMS or bool(before == now)
+        if before.shape != now.shape:
+            return isinstance(now, nn.Parameter) or now.grad_fn is None
+        return now.grad_fn is None and torch.equal(before.detach().to(now), now)
+    if isinstance(now, list | tuple | dict) and type(before) is type(now):
+        if len(before) != len(now) or len(now) > MOST_ENTRIES:
+            return len(before) == len(now)
+        return all(
+            _is_equal(_at(before, key), _at(now, key)) for key in (now if isinstance(now, dict) else range(len(now)))
+        )
+    if isinstance(now, Tensor | list | tuple | dict) or type(now) in ATOMS:
+        return type(before) is type(now) and bool(before == now)
+    return True
+
+
+def _at(holder: Any, key: Any) -> Any:
+    return holder.get(key, _MISSING) if isinstance(holder, dict) else holder[key]
+
+
+def note_reads(loss: nn.Module, model: nn.Module, memo: Mapping[int, Any]) -> None:
+    """Notes in a copied loss what it may read of the plain ``model``; ``memo`` maps ids of originals to copies."""
+    own = {id(module): (path, module) for path, module in model.named_modules()}
+    held = {path: memo[key] for key, (path, _) in own.items() if key in memo}
+    functions = list(functions_of_loss(loss, {*own, *map(id, held.values())}))
+    for function in functions:
+        for name in {name for code in code_objects(function) for name in code.co_names}:
+            if id(function.__globals__.get(name)) in own:
+                path, module = own[id(function.__globals__[name])]
+                held |= dict(module.named_modules(prefix=path))
+    if held:
+        names = {name for each in functions for code in code_objects(each) for name in code.co_names}
+        vars(loss)[_READS] = ModelReads(held, _with_methods(names, {type(each) for each in held.values()}))
+
+
+def _with_methods(names: set[str], kinds: Collection[type]) -> frozenset[str]:
+    """Returns names of a loss's code, and those in the methods of the model's classes that have such a name."""
+    found, waiting = set[str](), set(names)
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        for kind in kinds:
+            method = getattr(kind, name, None)
+            if _is_of_user(method):
+                waiting |= {each for code in code_objects(method) for each in code.co_names} - found
+    return frozenset(found)
+
+
+def reads_of(loss: nn.Module) -> ModelReads | None:
+    """Returns what a run's loss may read of the plain model (:func:`note_reads`); None if it does not refer to it."""
+    found: ModelReads | None = vars(loss).get(_READS)
+    return found
+
+
+def note_attributes(loss: nn.Module, graph: ModelGraph | None) -> None:
+    """Notes in a loss that refers to the plain model which of its attributes the forward sets, as a record says."""
+    reads = reads_of(loss)
+    if graph is not None and reads is not None:
+        with suppress(Exception):  # of the user's forward: then it is seen in the first step, but for stages
+            reads.of_record = frozenset(graph.run.recording.set_attributes)
+
+
+def functions_of_loss(loss: nn.Module, but: Collection[int] = ()) -> Iterator[FunctionType]:
+    """Yields the functions of a user that a loss consists of, and those that they call by a global name or as methods.
+
+    Those of objects whose ids are in ``but``, as of the model's modules, are left out.
+
+    >>> from shardwright.models.given_loss import as_loss
+    >>> __name__ = "program"  # the library's own functions are left out
+    >>> def slope(x, y):
+    ...     return torch.autograd.grad(x.sum(), y)[0].sum()
+    >>> loss = as_loss(lambda x, y, slope=slope: (slope(x, y), 1))
+    >>> [each.__name__ for each in functions_of_loss(loss)]
+    ['<lambda>', 'slope']
+    """
+    held = [*loss.modules(), *(each for _, each in objects_of_loss(loss, but))]
+    kinds = {type(each) for each in held}
+    waiting: list[Any] = [*held]
+    for each in held:
+        names = ("forward",) if isinstance(each, nn.Module) else ("__call__",)
+        waiting += [vars(kind)[name] for kind in type(each).__mro__ for name in names if name in vars(kind)]
+        waiting.append(getattr(each, "__func__", None))
+    seen = set[int]()
+    while waiting and len(seen) < MOST_FUNCTIONS:
+        function = waiting.pop(0)
+        if id(function) in seen or not _is_of_user(function):
+            continue
+        seen.add(id(function))
+        yield function
+        for name in {name for code in code_objects(function) for name in code.co_names}:
+            waiting += [function.__globals__.get(name), *(getattr(kind, name, None) for kind in kinds)]
+
+
+def _is_of_user(found: Any) -> TypeGuard[FunctionType]:
+    return isinstance(found, FunctionType) and not f"{found.__module__}.".startswith(_PACKAGES)
 
 
 def takes_gradients(loss: nn.Module) -> bool:
-    """Returns whether code that a loss refers to names ``grad``, as a call of ``torch.autograd.grad`` does.
+    """Returns whether a loss's code names ``grad``, as a call of ``torch.autograd.grad`` does.
 
     >>> from shardwright.models.given_loss import as_loss
+    >>> __name__ = "program"  # the library's own functions are left out
     >>> takes_gradients(as_loss(lambda x, y: (torch.autograd.grad(x.sum(), y)[0].sum(), 1)))
     True
     """
-    held = [loss, *(each for _, each in held_objects(loss))]
-    held += [vars(kind).get("forward") for each in held if isinstance(each, nn.Module) for kind in type(each).__mro__]
-    held += [vars(type(each)).get("__call__") for each in held if not isinstance(each, nn.Module)]
-    functions = (each for each in held if isinstance(each, FunctionType) and not each.__module__.startswith("torch."))
-    return any("grad" in code.co_names for function in functions for code in code_objects(function))
+    reads = reads_of(loss)
+    of_model = {id(each) for each in reads.held.values()} if reads is not None else ()
+    return any("grad" in code.co_names for each in functions_of_loss(loss, of_model) for code in code_objects(each))
 
 
 class RefusesGradients(TorchFunctionMode):
     """A context in which a loss under ``pp`` runs: PlanError where it takes a gradient by a tensor of the ``output``.
 
-    The last stage has its own part of the graph alone: what the stages before it compute of that tensor is no part of
-    the gradient.
+    It is one that the last stage was sent: that stage has its own part of the graph alone, and what the stages before
+    it compute of that tensor is no part of the gradient. Gradients by what the last stage computes are whole.
     """
 
     def __init__(self, output: Any) -> None:
         super().__init__()
-        self._output = {id(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
+        self._sent = {id(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and is_received(leaf)}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -149,11 +236,11 @@ class RefusesGradients(TorchFunctionMode):
         named = kwargs or {}
         if func is torch.autograd.grad:
             inputs = args[1] if len(args) > 1 else named.get("inputs")
-            if any(id(leaf) in self._output for leaf in tree_leaves(inputs)):
+            if any(id(leaf) in self._sent for leaf in tree_leaves(inputs)):
                 raise PlanError(
                     "the loss takes a gradient by a tensor that the model returns, of which stages have parts",
-                    given="torch.autograd.grad(..., inputs) under pp, with inputs from the model's output",
-                    allowed="gradients by tensors that the loss has made itself; under dp also by the model's outputs",
+                    given="torch.autograd.grad(..., inputs) under pp, with inputs that an earlier stage has computed",
+                    allowed="gradients by tensors of the last stage, or that the loss makes itself; without pp all",
                     fix="leave out pp, or take the gradient in the forward of a block that computes all of it",
                 )
         return func(*args, **named)

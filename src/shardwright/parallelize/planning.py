@@ -38,7 +38,7 @@ from shardwright.layout import Layout, has_stages
 from shardwright.mesh import Coord
 from shardwright.parallelize.auto import num_shares, samples_of, settle, with_suggestions
 from shardwright.parallelize.checks import check_held, check_microbatches, check_renormed
-from shardwright.parallelize.loss_watch import note_copies
+from shardwright.parallelize.loss_watch import note_reads
 from shardwright.parallelize.rank_check import check_traffic
 from shardwright.parallelize.rehearsal import MicrobatchRehearsal, crossings, values_crossing
 from shardwright.plan.alike_ranks import AlikeRanks
@@ -70,7 +70,7 @@ def copied_loss(loss: nn.Module, model: nn.Module | None = None) -> nn.Module:
     """Returns a copy of a loss with buffers of its own, such as a running mean: ranks that are threads share no buffer.
 
     Parameters share memory with those of ``loss``. If the loss refers to modules of the plain ``model``, their copies
-    are noted (:func:`~shardwright.parallelize.loss_watch.note_copies`).
+    are noted (:func:`~shardwright.parallelize.loss_watch.note_reads`).
 
     Raises: PlanError: the loss holds the model of another run, of which this rank has parts.
     """
@@ -85,7 +85,7 @@ def copied_loss(loss: nn.Module, model: nn.Module | None = None) -> nn.Module:
             fix="in a GAN, lay the discriminator out by dp: its ranks have all of it",
         ) from failure
     if model is not None:
-        note_copies(copy, model, memo)
+        note_reads(copy, model, memo)
     return copy
 
 

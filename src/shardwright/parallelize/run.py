@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
@@ -104,10 +105,12 @@ class Run(RankState):
         self._everyone, self._first_batch = axes["world"], first_batch
         compares_batches = bool(check_every and plan.row_axes | plan.token_axes)
         self._parts = BatchParts(job.model, job.loss, plan, world, executor.batch_shard, compares=compares_batches)
-        is_shared = world.local and world.size > 1 and world.device.type != "meta"
+        num_shares = prod(plan.mesh[axis] for axis in plan.row_axes)  # beyond these, ranks hold the same samples
+        are_threads = world.local and world.size > 1 and world.device.type != "meta"
+        copies = BatchCopy(is_shared=are_threads and world.size > num_shares, are_threads=are_threads)
         self._step = TrainStep(
             self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan,
-            NoSampleChecker(plain, plan), self._check_reads, BatchCopy(is_shared=is_shared),
+            NoSampleChecker(plain, plan), self._check_reads, copies,
         )  # fmt: skip
         models = [self.model] if plain is None else [self.model, plain]
         are_compared = bool(check_every) and world.size > 1

@@ -14,7 +14,7 @@ from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.sample_mixing import means_within
 from shardwright.comm.world import World
 from shardwright.models.model_loss import ModelLoss
-from shardwright.parallelize.loss_watch import copies_of_model, held_objects
+from shardwright.parallelize.loss_watch import objects_of_loss, reads_of
 from shardwright.plan.plan import Plan
 from shardwright.strategies.pipeline.cut_model import runs_on_shards
 
@@ -81,10 +81,11 @@ def warn_of_means(graph: ModelGraph, loss: nn.Module, plan: Plan, world: World) 
 
 def warn_of_loss_norms(loss: nn.Module, plan: Plan, world: World) -> None:
     """Warns, on rank 0, of BatchNorms in training mode in a network of the loss, where the layout cuts the batch."""
-    if world.rank or not cuts_batch(plan):
+    if world.rank or not cuts_batch(plan) or plan.layout.own_statistics:
         return
-    of_model = {id(each) for each in copies_of_model(loss)}
-    held = (each for _, each in held_objects(loss) if isinstance(each, nn.Module) and id(each) not in of_model)
+    reads = reads_of(loss)
+    of_model = {id(each) for each in (reads.held.values() if reads is not None else ())}
+    held = (each for _, each in objects_of_loss(loss) if isinstance(each, nn.Module) and id(each) not in of_model)
     norm = next((each for each in (*loss.modules(), *held) if each.training and sees_batch(each)), None)
     if norm is not None:
         warn(

@@ -36,7 +36,7 @@ from shardwright.parallelize.loss_counters import counters_of, warn_of_counters
 from shardwright.parallelize.loss_of_halves import warn_of_halves
 from shardwright.parallelize.loss_reads import leaves_read, now_in_graph
 from shardwright.parallelize.loss_settings import settings_of
-from shardwright.parallelize.loss_watch import RefusesGradients, attributes_watched, takes_gradients
+from shardwright.parallelize.loss_watch import RefusesGradients, reads_of, takes_gradients
 from shardwright.parallelize.no_samples import NoSampleChecker
 from shardwright.parallelize.outputs import OutputShare, can_join, described, join_parts
 from shardwright.parallelize.overlapped_update import Mean, overlap_updates, overlapped_offload
@@ -84,12 +84,12 @@ class TrainStep:
         stop_at_nan: bool,
         empty: NoSampleChecker,
         check_reads: Callable[[Collection[Tensor]], None],
-        own: BatchCopy,
+        copies: BatchCopy,
     ) -> None:
         self.loss, self.plan, self.coord, self.axes = loss, plan, coord, axes
         self.parameters, self.offload = parameters, offload
         self.loss_scale = LossScale() if plan.layout.precision == "fp16" else None
-        self._stops_at_nan, self._empty, self._own = stop_at_nan, empty, own
+        self._stops_at_nan, self._empty, self._copies = stop_at_nan, empty, copies
         self._widens = plan.layout.precision != "fp32"
         self._executor, self._sync, self._shard = executor, sync, executor.batch_shard
         self._everyone = axes["world"]
@@ -131,7 +131,7 @@ class TrainStep:
         assert batch.num_global is not None, "checked before"
         check_full(self._executor.model, self.plan, batch.num_global)
         self._empty.check(batch.inputs, batch.num_global, self.plan.layout.num_microbatches)
-        pieces = pieces_of(self._own.copied(batch), self.plan.layout.num_microbatches)
+        pieces = pieces_of(self._copies.copied(batch), self.plan.layout.num_microbatches)
         # Gradients are divided by the number of targets that the loss is expected to count, since the real count of all
         # ranks is known after the forward only; finish_gradients corrects them by the ratio.
         expected = max(batch.num_global * numbers_per_sample(batch.targets, batch.num_tokens), 1)
@@ -155,7 +155,7 @@ class TrainStep:
         with torch.enable_grad(), overlap as early_mean:
             with torch_errors_explained(self.plan):
                 self._executor.run(schedule, stage, pieces, last)
-            self._own.note_writes(pieces)
+            self._copies.note_writes(pieces)
             for events in self._executor.events:
                 events.before_sync()
         mean, divisor, num_targets = early_mean[0] if early_mean else global_mean()
@@ -187,8 +187,10 @@ class TrainStep:
             return self._checked_loss(output, targets)
         self._knows_reads, since, several = True, now_in_graph(), self.plan.layout.num_microbatches > 1
         counters = counters_of(self.loss) if several else {}
-        with attributes_watched(self.loss, self._executor.model):
-            result = self._checked_loss(output, targets)
+        reads = reads_of(self.loss)
+        if reads is not None:
+            reads.check(self._executor.model, is_cut=self.plan.stages is not None)
+        result = self._checked_loss(output, targets)
         if several:
             warn_of_counters(self.loss, counters, self.plan.layout, stacklevel=3)
         if isinstance(result, tuple) and isinstance(result[0], Tensor):
@@ -216,11 +218,10 @@ class TrainStep:
         assert batch.num_global is not None, "checked before"
         self._empty.check(batch.inputs, batch.num_global, number)
         last = LossOutput(self._checked_loss, widen=self._widens)
-        pieces = pieces_of(self._own.copied(batch), number)
+        pieces = pieces_of(self._copies.copied(batch), number)
         self._begin(batch.num_tokens)
         with eval_mode(self._executor.model):
             self._forward(pieces, last)
-        self._own.note_writes(pieces)
         total = self._total(last.sums, batch_number(batch))
         return mean_of(total[0], total[1])[0], total[1]
 
@@ -260,7 +261,7 @@ class TrainStep:
         num_tokens = num_tokens_of(inputs) if self.plan.token_axes else 0
         self._begin(num_tokens)
         part = self._shard.cut_tokens(rows(inputs, samples.start, samples.stop), num_tokens)
-        local = on_device(inputs_in(self._own.copies_of(part), self.plan), self._everyone.device)
+        local = on_device(inputs_in(self._copies.copies_of(part), self.plan), self._everyone.device)
         with eval_mode(self._executor.model):
             if self.plan.schedule is None:
                 self._executor.set_microbatch(Microbatch(local, None, samples, num_global, num_tokens))

@@ -196,7 +196,7 @@ def _error_in(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batc
         own.to_empty(device="cpu")  # operators on the meta device take tensors of unlike dtypes
     inputs, targets = tree_map_only(Tensor, partial(_cast, dtype), batch)
     try:
-        found, _ = sum_and_count(copy.deepcopy(_loss_in(dtype, loss))(call_model(own, inputs), unmarked(targets)))
+        found, _ = sum_and_count(copy.deepcopy(loss)(call_model(own, inputs), unmarked(targets)))
         found.backward()
     except Exception as error:  # the model's own code may raise anything in a dtype that it does not run in
         return first_line(error)
@@ -219,8 +219,8 @@ def _compared(
     with left_untouched(model):
         plain = structural_copy(model, partial(_cast, dtype))
         check_apart(model, plain)
-        batches = [tree_map_only(Tensor, partial(_cast, dtype), batch) for batch in batches]
-        loss = _loss_in(dtype, loss) if compute_dtype(dtype, layout) == dtype else loss
+        first, batches = batches[0], [tree_map_only(Tensor, partial(_cast, dtype), batch) for batch in batches]
+        loss = _fitting(dtype, model, loss, first) if compute_dtype(dtype, layout) == dtype else loss
         job = job_for(plain, loss, layout, batches[0][0], tokens_of(batches[0][0], layout), roles)
         job = job._replace(seconds=seconds)
         plan, _ = make_plan(job, layout, strategies)  # raises LayoutError before any rank starts
@@ -311,10 +311,17 @@ def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
-def _loss_in(dtype: torch.dtype, loss: nn.Module) -> nn.Module:
-    """Returns a loss whose networks, such as a frozen teacher, compute in ``dtype``; itself if there are none."""
+def _fitting(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batch) -> nn.Module:
+    """Returns the loss, or one whose float32 networks, as of a frozen teacher, are in ``dtype``, if that alone runs."""
     modules = (loss, *unregistered(loss))
-    held = [
-        each for module in modules for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()
-    ]
-    return loss if all(each.dtype == dtype for each in held) else structural_copy(loss, partial(_cast, dtype))
+    held = (each for module in modules for each in (*module.parameters(), *module.buffers()))
+    if dtype == torch.float32 or all(each.dtype != torch.float32 for each in held):
+        return loss
+    if _error_in(dtype, model, loss, batch) is None:
+        return loss
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype if tensor.dtype == torch.float32 else tensor.dtype, copy=True)
+
+    other = structural_copy(loss, cast)
+    return other if _error_in(dtype, model, other, batch) is None else loss

@@ -64,6 +64,11 @@ class _Entry(Function):
         return None, None
 
 
+def is_received(tensor: Tensor) -> bool:
+    """Returns whether a tensor is an input of a chunk's autograd graph, as another chunk has sent it."""
+    return isinstance(tensor.grad_fn, _Entry._backward_cls)
+
+
 class SavedMicrobatch(NamedTuple):
     """The autograd state that a chunk keeps of one microbatch between its forward and its backward.
 

@@ -159,10 +159,9 @@ def _cut(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) 
     """Returns the shards that ``size`` ranks hold, where operators allow it; none of the parameters in ``kept``.
 
     There are three ways, and a later one is taken if it cuts clearly more parameters: no layer needs its input
-    gathered;
-    layers that read a concatenation of which only some parts are cut have it gathered, and their weights stay whole; or
-    so have layers whose output features come back to them as an input, as in a recurrent cell (``ties``), and these are
-    cut by their output features.
+    gathered; layers that read a concatenation of which only some parts are cut have it gathered, and their weights stay
+    whole; or so have layers whose output features come back to them as an input, as in a recurrent cell (``ties``), and
+    these are cut by their output features.
     """
     features, outputs = _dims_of_features(recording), _dims_of_features(recording, all_convolutions=True)
     total = sum(prod(use.shape) for use in recording.parameters.values())
