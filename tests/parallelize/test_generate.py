@@ -107,7 +107,7 @@ def test_ranks_that_would_generate_from_other_inputs_are_told_before_they_do(lin
 
 class DrawsByRank(Continues):
     def generate(self, ids):
-        return {"tokens": ids + threading.get_ident() % 1000}
+        return {"tokens": ids + int(threading.current_thread().name.removeprefix("rank "))}
 
 
 def test_ranks_that_have_generated_other_results_are_told():
