@@ -254,7 +254,7 @@ def key_dropout(
 
 
 def _replace(module: nn.Module, drop: KeyedDropout, forward: Forward) -> None:
-    """Replaces a module's forward by one whose dropout masks are those of ``drop``."""
+    """Replaces the forward of a dropout module by ``forward``, which drops the elements that ``drop`` says."""
     set_forward(module, Rung.DROPOUT, "masks from the seed, the step and the sample", by="core", forward=forward)
     module.__dict__[KEYED_DROPOUT] = drop
 

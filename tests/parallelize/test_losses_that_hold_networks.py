@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import MeanLoss, launch, parallelize, save, verify
+from shardwright.analysis.reached import held_by
 from shardwright.errors import PlanError, RankFailedError
 from shardwright.layout import Layout
 
@@ -198,20 +200,15 @@ def test_the_last_entry_of_a_list_that_the_loss_has_shortened_may_be_written():
     assert len(found[0]) == 4
 
 
-class Growing(dict):
-    """A dict to which another rank, as a thread, adds while it is listed."""
-
-    def items(self):
-        for each in super().items():
-            self[len(self)] = 0
-            yield each
-
-
-def test_a_log_that_thread_ranks_share_may_grow_while_another_rank_looks_for_counters():
-    log = Growing({"calls": 0})
-    loss = MeanLoss(lambda output, targets: functional.cross_entropy(output, targets) + 0 * len(log))
-    assert len(losses_of("mb2", plain(), lambda: (loss, lambda *_: None))[0]) == 4
-    assert len(log) > 1, "it was listed"
+@pytest.mark.parametrize("made", [dict.fromkeys, list, deque, set])
+def test_a_collection_that_thread_ranks_share_may_grow_while_another_rank_looks_for_what_a_loss_holds(made):
+    log = made(("a", "b"))
+    grow = {dict: lambda: log.update({len(log): 0}), set: lambda: log.add(len(log))}
+    found = []
+    for path, _ in held_by(log):
+        grow.get(type(log), lambda: log.append(0))()
+        found.append(path)
+    assert 2 <= len(found) <= 4, "what it had in the beginning"
 
 
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float64])

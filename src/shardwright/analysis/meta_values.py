@@ -147,9 +147,8 @@ class MetaValues(DispatchMode):
         """Whether results have values. Unset, none has: inside a function of torch whose own result has none."""
         self._guess, self._spread = guess, spread
         self._values: dict[ValueKey, Tensor] = {}
-        self._held: dict[
-            int, tuple[weakref.ref[Any], list[ValueKey]]
-        ] = {}  # the keys of each storage, until it is freed
+        # the keys of each storage, until it is freed
+        self._held: dict[int, tuple[weakref.ref[Any], list[ValueKey]]] = {}
         self._freed: deque[int] = deque()  # any thread may drop the last reference
 
     def ran(self, function: Any, args: Any, named: dict[str, Any], results: Any, *, random: bool) -> None:

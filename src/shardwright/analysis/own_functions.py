@@ -74,7 +74,7 @@ class _FunctionBackward:
     def begin(self, gradients: Any) -> None:
         """Begins to record; ``gradients`` are those of the function's results."""
         self._recorded.recording.calls.clear()
-        self._given = set[TensorUse]()
+        self._given.clear()
         for place, gradient in enumerate(gradients):
             if gradient is not None and (self._node, place) in self._made:
                 self._recorded.treat_as(gradient, self._made[self._node, place])

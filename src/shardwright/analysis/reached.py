@@ -68,13 +68,14 @@ def held_by(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, staticmethod | classmethod):
         yield "", value.__func__
     elif isinstance(value, dict | MappingProxyType):
-        for key, each in dict.items(value) if isinstance(value, dict) else value.items():
+        # a copy, as below: another rank, as a thread, may add to it in this moment
+        for key, each in (dict.copy(value) if isinstance(value, dict) else value).items():
             yield "'s keys", key
             yield f"[{key!r}]" if type(key) in (str, int) else "'s values", each
     elif isinstance(value, list | tuple | deque):
-        yield from ((f"[{number}]", each) for number, each in enumerate(value))
+        yield from ((f"[{number}]", each) for number, each in enumerate(tuple(value)))
     elif isinstance(value, set | frozenset):
-        yield from (("'s items", each) for each in value)
+        yield from (("'s items", each) for each in tuple(value))
     elif isinstance(value, ref) and not isinstance(value(), Tensor):  # a tensor is not computed with by its reference
         yield "", value()
     yield from ((f".{name}", each) for name, each in attributes(value).items())
@@ -96,12 +97,15 @@ def attributes(value: Any) -> dict[str, Any]:
     return {**found, **own} if isinstance(own, dict) else found
 
 
-def reached(value: Any, seen: dict[int, Any], closed: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
+def reached(
+    value: Any, seen: dict[int, Any], closed: Collection[int] = (), most: int | None = None
+) -> Iterator[tuple[str, Any]]:
     """Yields ``value`` and every object that it holds, directly or not, as pairs of a path and an object.
 
     A path is text that leads from ``value`` to the object. Numbers, text and other values that refer to nothing are
     left out. Objects whose ids are in ``seen`` are skipped, and each object found is added to it. Objects whose ids are
-    in ``closed``, and tensors, classes and imported modules, are yielded, but what they hold is not searched.
+    in ``closed``, and tensors, classes and imported modules, are yielded, but what they hold is not searched. Nor is
+    what collections of more than ``most`` entries hold, which are tables, or data.
     """
     waiting = [("", value)]
     while waiting:
@@ -110,7 +114,8 @@ def reached(value: Any, seen: dict[int, Any], closed: Collection[int] = ()) -> I
             continue
         seen[id(each)] = each
         yield words, each
-        if id(each) not in closed and not is_leaf(each):
+        is_table = most is not None and isinstance(each, dict | list | tuple | set | frozenset) and len(each) > most
+        if id(each) not in closed and not is_table and not is_leaf(each):
             waiting += [(words + more, part) for more, part in held_by(each) if type(part) not in ATOMS]
 
 

@@ -169,7 +169,7 @@ def _check_data(shared: opt.Shared, config: TrainConfig) -> None:
 
 @dataclass
 class _FoundPlans:
-    """The plans that searches on several clusters, or for several batches, have found.
+    """The plans that were found on each of several clusters, or for each of several batches.
 
     ``refused`` are the errors of clusters without a layout, by their number of ranks. ``batch`` is the global batch
     that was planned, the best of ``batches`` if these are given.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 from warnings import warn
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from shardwright.analysis.reached import attributes
 from shardwright.errors import explain
 from shardwright.layout import Layout
-from shardwright.parallelize.loss_settings import MOST_ENTRIES, settings_of
+from shardwright.parallelize.loss_settings import MOST_ENTRIES, entries_of, settings_of
 from shardwright.parallelize.loss_watch import objects_of_loss
 
 
@@ -33,8 +32,7 @@ def counters_of(loss: nn.Module) -> Mapping[tuple[str, str], tuple[int, int]]:
         found |= {(path, name): (1, each._version) for name, each in buffers if not each.is_inference()}
     for path, holder in objects_of_loss(loss):
         if not isinstance(holder, nn.Module):
-            with suppress(RuntimeError):  # another rank, as a thread, adds to it in this moment
-                found |= {(path, name): (2, value) for name, value in _entries(holder) if type(value) is int}
+            found |= {(path, name): (2, value) for name, value in _entries(holder) if type(value) is int}
     return found
 
 
@@ -42,7 +40,7 @@ def _entries(holder: Any) -> list[tuple[str, Any]]:
     """Returns the attributes of an object, and its entries if it is a dict or list that is no table."""
     found: list[tuple[Any, Any]] = list(attributes(holder).items())
     if isinstance(holder, dict | list) and len(holder) <= MOST_ENTRIES:
-        found += list(holder.items() if isinstance(holder, dict) else enumerate(holder))
+        found += entries_of(holder)
     return [(str(name), each) for name, each in found]
 
 

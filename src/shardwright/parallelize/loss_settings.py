@@ -33,8 +33,8 @@ class LossSettings:
         self._settings = [
             _Setting(mine, theirs, key, value, _state_of(value))
             for mine, theirs in _pairs(given, own, set())
-            for key, value in _items(theirs)
-            if _is_followed(value) and _is_same(_at(mine, key), value)
+            for key, value in entries_of(theirs)
+            if _is_followed(value) and _is_same(entry_at(mine, key), value)
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LossSettings:
@@ -43,10 +43,10 @@ class LossSettings:
     def renew(self) -> None:
         """Gives the copy each setting that has changed since, as by ``loss.beta = 0.5``; called before each step."""
         for number, (mine, theirs, key, before, state) in enumerate(self._settings):
-            value = _at(theirs, key, before)
+            value = entry_at(theirs, key, before)
             is_there = not isinstance(mine, list) or key < len(mine)
             if (value is not before or _state_of(value) != state) and is_there and _is_followed(value):
-                mine[key] = _taken_over(value, _at(mine, key))
+                mine[key] = _taken_over(value, entry_at(mine, key))
                 self.renewed.add(str(key))
                 self._settings[number] = _Setting(mine, theirs, key, value, _state_of(value))
 
@@ -98,11 +98,12 @@ def _taken_over(value: Any, mine: Any) -> Any:
     return value.detach().to(device, copy=True)
 
 
-def _items(holder: Any) -> list[tuple[Any, Any]]:
-    return list(holder.items() if isinstance(holder, dict) else enumerate(holder))
+def entries_of(holder: Any) -> list[tuple[Any, Any]]:
+    """Returns the keys and values of a dict, or the indices and items of a list or tuple."""
+    return list(dict.copy(holder).items() if isinstance(holder, dict) else enumerate(holder))
 
 
-def _at(holder: Any, key: Any, otherwise: Any = None) -> Any:
+def entry_at(holder: Any, key: Any, otherwise: Any = None) -> Any:
     """Returns the item of a dict or a list, or ``otherwise`` if there is none."""
     if isinstance(holder, dict):
         return holder.get(key, otherwise)
@@ -135,7 +136,7 @@ def settings_of(loss: nn.Module) -> LossSettings | None:
 
 
 def _pairs(given: Any, own: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
-    """Yields the dicts and lists that may hold settings, of each object in the loss: the copy's and the original's."""
+    """Yields pairs (the copy's, the original's) of the dicts and lists in a loss that may hold settings."""
     if given is own or id(given) in seen or type(given) is not type(own) or isinstance(given, Tensor | type):
         return
     seen.add(id(given))

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.own_attributes import own_attributes
-from shardwright.analysis.reached import ATOMS, code_objects, held_by, is_leaf
+from shardwright.analysis.reached import ATOMS, code_objects, reached
 from shardwright.errors import PlanError
 from shardwright.forward_stack import STACK
-from shardwright.parallelize.loss_settings import FOLLOWED, MOST_ENTRIES
+from shardwright.parallelize.loss_settings import FOLLOWED, MOST_ENTRIES, entries_of, entry_at
 from shardwright.strategies.pipeline.pipeline_stage import is_received
 
 _READS = "_reads_of_model"
@@ -33,30 +33,18 @@ _PACKAGES = ("torch.", "shardwright.")
 def objects_of_loss(loss: nn.Module, but: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
     """Yields each object that a loss of a user holds, directly or not, as pairs of its path and the object.
 
-    Left out are objects whose ids are in ``but``, and what they hold. Collections of more than ``MOST_ENTRIES`` are not
-    entered: they are tables, or data. Nor is one that another rank, as a thread, changes in this moment.
+    Left out are objects whose ids are in ``but``, and what they and collections of more than ``MOST_ENTRIES`` hold.
 
     >>> from shardwright.models.given_loss import as_loss
     >>> [path for path, each in objects_of_loss(as_loss(lambda x, y, scale=torch.ones(1): ((x * scale).sum(), 1)))]
     ['function', "function's default"]
     """
-    waiting = [
-        (f"{path}.{name}".lstrip("."), value)
-        for path, module in loss.named_modules()
-        for name, value in own_attributes(module).items()
-        if name not in _OURS
-    ]
-    seen: dict[int, Any] = {}
-    while waiting:
-        path, each = waiting.pop()
-        if type(each) in ATOMS or id(each) in seen or id(each) in but:
-            continue
-        seen[id(each)] = each
-        yield path, each
-        is_table = isinstance(each, dict | list | tuple | set | frozenset) and len(each) > MOST_ENTRIES
-        if not is_table and not is_leaf(each):
-            with suppress(RuntimeError):  # it has changed its size
-                waiting += [(path + words, part) for words, part in list(held_by(each))]
+    seen = dict.fromkeys(but)
+    for path, module in loss.named_modules():
+        for name, value in own_attributes(module).items():
+            if name not in _OURS:
+                for words, each in reached(value, seen, most=MOST_ENTRIES):
+                    yield f"{path}.{name}".lstrip(".") + words, each
 
 
 class ModelReads:
@@ -117,16 +105,10 @@ def _is_equal(before: Any, now: Any) -> bool:
     if isinstance(now, list | tuple | dict) and type(before) is type(now):
         if len(before) != len(now) or len(now) > MOST_ENTRIES:
             return len(before) == len(now)
-        return all(
-            _is_equal(_at(before, key), _at(now, key)) for key in (now if isinstance(now, dict) else range(len(now)))
-        )
+        return all(_is_equal(entry_at(before, key, _MISSING), each) for key, each in entries_of(now))
     if isinstance(now, Tensor | list | tuple | dict) or type(now) in ATOMS:
         return type(before) is type(now) and bool(before == now)
     return True
-
-
-def _at(holder: Any, key: Any) -> Any:
-    return holder.get(key, _MISSING) if isinstance(holder, dict) else holder[key]
 
 
 def note_reads(loss: nn.Module, model: nn.Module, memo: Mapping[int, Any]) -> None:

@@ -50,7 +50,7 @@ from shardwright.parallelize.step_checks import (
     check_structure,
     check_trains,
     code_of,
-    explained_on_shards,
+    explained_on_part_of_batch,
     structure_of,
     torch_errors_explained,
 )
@@ -178,7 +178,7 @@ class TrainStep:
             if not self._meets and not self._has_marks:
                 warn_of_halves(self.loss, output, targets, stacklevel=2)
         if self._is_of_parts:
-            with explained_on_shards(self.plan.layout, targets, meets=self._meets):
+            with explained_on_part_of_batch(self.plan.layout, targets, meets=self._meets):
                 return self._watched_loss(output, targets)
         return self._watched_loss(output, targets)
 

@@ -75,8 +75,8 @@ def torch_errors_explained(plan: Plan) -> Iterator[None]:
 
 
 @contextmanager
-def explained_on_shards(layout: Layout, targets: Any, *, meets: bool) -> Iterator[None]:
-    """Returns a context in which errors of a loss that a part of a batch may have brought about are PlanErrors.
+def explained_on_part_of_batch(layout: Layout, targets: Any, *, meets: bool) -> Iterator[None]:
+    """Returns a context that turns errors of a loss into PlanErrors if its getting a part of the batch may be why.
 
     These are indices out of bounds where ``targets`` are the places of samples in the whole batch, as those of a
     contrastive loss, and, if samples are known to meet in the loss (``meets``), all errors about sizes.
