@@ -204,7 +204,7 @@ def test_every_rank_of_a_modules_placement_holds_its_tensors_on_the_device(accel
     """As ranks other than the first begin: with a tensor that is empty, until the first rank's values come."""
     held, where = [], Placement("acc", (0, 1), (2,))
     for room in (creation, module_to_global):
-        monkeypatch.setattr(room, "here", lambda: fake_world(rank, 2, accelerator.device))
+        monkeypatch.setattr(room, "current_world", lambda: fake_world(rank, 2, accelerator.device))
     monkeypatch.setattr(module_to_global, "wrap", lambda local, *_: held.append(local) or MagicMock())
     module_to_global._from_first_rank(torch.ones(3, 2, device=on), GlobalLayout(where, (broadcast,)))
     assert [local.device for local in held] == [accelerator.device]
