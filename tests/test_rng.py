@@ -21,6 +21,7 @@ from shardwright.keyed_dropout import dropout_mask, key_dropout
 from shardwright.layout import Layout
 from shardwright.parallelize import parallelize
 from shardwright.rng import DimSlice, RngTracker
+from shardwright.runtime.keyed_draws import key_draws
 
 # ---- the hash once more, in numpy, from its published form
 
@@ -341,6 +342,18 @@ def test_a_recomputation_by_torch_drops_the_same(line, reentrant):
     torch.testing.assert_close(_gradients(reentrant, line), _gradients(None, line), rtol=1e-12, atol=1e-12)
 
 
-def test_dropout_of_several_calls_that_torch_recomputes_is_refused_by_name():
-    with pytest.raises(PlanError, match=r"dropout '1.inner.1' repeats.*\n.*2 calls.*\n.*\n.*recompute:PATTERN"):
-        _gradients(False, "dp2", shared=True)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("line", ["dp2 mb2", "pp2/1f1b mb3"])
+def test_each_of_several_calls_that_torch_recomputes_drops_the_same(line, reentrant):
+    expected = _gradients(None, line, shared=True)
+    torch.testing.assert_close(_gradients(reentrant, line, shared=True), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_of_several_calls_that_code_repeats_otherwise_is_refused_by_name():
+    drop, rng = nn.Dropout(), RngTracker(samples=range(6))
+    key_draws(nn.Sequential(drop), rng, None)
+    x = torch.ones(6, 4, requires_grad=True)
+    y = drop(drop(x)) * x
+    y.register_hook(lambda _: drop(x))  # in a backward, and not by a checkpoint
+    with pytest.raises(PlanError, match=r"dropout '0' repeats.*\n.*2 calls.*\n.*\n.*recompute:PATTERN"):
+        y.sum().backward()

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +36,15 @@ class DimSlice:
     size: int
     ranges: tuple[tuple[int, int], ...]
 
+
+class _Checkpoint(Protocol):
+    """A checkpoint whose forward is running, and the function that its backward will call again."""
+
+    function: Callable[..., Any]
+
+
+_COUNTED = "_shardwright_counted"
+"""The attribute of a function that a checkpoint will run again, under which the calls of layers in it are kept."""
 
 ShardOf = Callable[[Tensor], tuple[tuple[DimSlice, ...], Callable[[Tensor], None]] | None]
 """A function that returns a tensor's slices of the whole, and a function that marks another tensor as the same part.
@@ -57,9 +68,11 @@ class RngTracker:
         self._seed, self.step = seed, step
         self.samples = samples
         self.layers: set[str] = set()
+        self._repeated: list[Mapping[str, Iterator[int]]] = []  # of each checkpoint that a backward runs again now
         self.unrecorded = ""  # what the model's code raised, for which its forward could not be recorded
         self.shard_of: ShardOf = _of_whole  # which shard of a whole a tensor is, where models run on shards
         self.draw: Callable[..., Tensor] | None = None  # set by key_draws: a draw by its key, without counting it
+        self.checkpoints: Callable[[], Sequence[_Checkpoint]] = tuple  # set by key_draws: those around the running code
         self.forward_ended: Callable[[], None] | None = None  # set by key_draws: checks how often modules were called
 
     def fix_for_samples(self, otherwise: str) -> str:
@@ -122,11 +135,40 @@ class RngTracker:
         """Counts a call of a layer in this forward, and returns the call's number, from 0.
 
         A call from inside a backward in which no :meth:`snapshot` was restored is taken for a recomputation, as by
-        ``torch.utils.checkpoint``: it is not counted, and gets the number of the layer's first call.
+        ``torch.utils.checkpoint``: it is not counted, and gets the number of the call that the checkpoint repeats; if
+        that is not known, the number of the layer's first call.
 
-        Raises: PlanError: such a recomputation of a layer that was called several times in the forward, because it
-            cannot be known which of these calls it repeats.
+        Raises: PlanError: it is not known, and the layer was called several times in the forward.
         """
+        number = self._count(layer)
+        if not torch.compiler.is_dynamo_compiling():
+            for checkpoint in self.checkpoints():
+                self._counted_in(checkpoint).setdefault(layer, []).append(number)
+        return number
+
+    def _counted_in(self, checkpoint: _Checkpoint) -> dict[str, list[int]]:
+        """Returns the numbers of the calls in a checkpoint, by layer; the first use makes its backward repeat them."""
+        if not hasattr(checkpoint.function, _COUNTED):
+            counted: dict[str, list[int]] = {}
+            again = checkpoint.function
+
+            @wraps(again)
+            def repeated(*args: Any, **named: Any) -> Any:
+                self._repeated.append({layer: iter(numbers) for layer, numbers in counted.items()})
+                try:
+                    return again(*args, **named)
+                finally:
+                    self._repeated.pop()
+
+            setattr(repeated, _COUNTED, counted)
+            checkpoint.function = repeated
+        found: dict[str, list[int]] = getattr(checkpoint.function, _COUNTED)
+        return found
+
+    def _count(self, layer: str) -> int:
+        known = self._repeated[-1].get(layer) if self._repeated and self.repeats else None
+        if known is not None and (repeated := next(known, None)) is not None:
+            return repeated
         number = self._calls[layer]
         if self.repeats and layer in self._first:
             if number > self._first[layer] + 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -112,17 +113,18 @@ def reentrant(block, x):
     return checkpoint(block, x, use_reentrant=True)
 
 
-def both(block, x):
-    return checkpoint(lambda x: block(x).tanh(), x, use_reentrant=False)
+def both(block, x, *, reentrant=False):
+    return checkpoint(lambda x: block(x).tanh(), x, use_reentrant=reentrant)
 
 
 @pytest.mark.parametrize("line", ["pp2/1f1b mb2", "pp2/1f1b mb2 dp2 tp2"])
-def test_a_block_that_the_code_checkpoints_runs_again_on_its_own_stage(line):
+@pytest.mark.parametrize("call", [checkpointed, reentrant])
+def test_a_block_that_the_code_checkpoints_runs_again_on_its_own_stage(line, call):
     torch.manual_seed(0)
-    check_equal(Language(Mlp, num=3, call=checkpointed), line, tokens())
+    check_equal(Language(Mlp, num=3, call=call), line, tokens())
 
 
-@pytest.mark.parametrize("call", [reentrant, both])
+@pytest.mark.parametrize("call", [both, partial(both, reentrant=True)])
 def test_what_a_backward_runs_as_a_whole_is_not_cut_into_stages(call):
     with pytest.raises(LayoutError, match="runs code of Language as a whole, so it cannot be cut"):
         verify(Language(Mlp, call=call), "pp2 mb2", [tokens()], loss=CrossEntropy())

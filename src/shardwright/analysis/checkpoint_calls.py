@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -45,13 +46,20 @@ class CheckpointCall:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The function that the backward will call again. It can be set to another one."""
+        """The function that the backward will call again. It can be set to another one.
+
+        What :func:`prepare_checkpoint` has put around it stays around it.
+        """
         found: Callable[..., Any] = getattr(self.place, self._name)
-        return found
+        return found.function if isinstance(found, _Prepared) else found
 
     @function.setter
     def function(self, function: Callable[..., Any]) -> None:
-        setattr(self.place, self._name, function)
+        found = getattr(self.place, self._name)
+        if isinstance(found, _Prepared):
+            found.function = function
+        else:
+            setattr(self.place, self._name, function)
 
 
 def checkpoint_call(within: CodeType) -> CheckpointCall | None:
@@ -84,21 +92,33 @@ def checkpoint_call(within: CodeType) -> CheckpointCall | None:
     return places[0] if places else None
 
 
+def checkpoints_around() -> Sequence[CheckpointCall]:
+    """Returns the checkpoints inside of whose forwards the caller's code runs, innermost first.
+
+    None is found where saved-tensor hooks inside of a checkpoint keep what autograd saves.
+    """
+    if torch.is_grad_enabled() and not is_in_checkpoint():
+        return ()
+    return [each for each in _places(None) if each is not None]
+
+
 def saved_by() -> Any:
     """Returns the pack function of the innermost ``saved_tensors_hooks``, as of a checkpoint; None if there is none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
 
-def prepare_checkpoint(prepared: Callable[[Sequence[Any]], Callable[[Sequence[Any]], None] | None]) -> None:
+def prepare_checkpoint(
+    prepared: Callable[[Sequence[Any]], Callable[[Sequence[Any]], AbstractContextManager[Any]]],
+) -> None:
     """Prepares the checkpoint inside of whose forward the caller's code runs, if any, for code that runs on shards.
 
     The checkpoint compares the shapes that its forward saves with those that its backward computes again. The backward
     reads them outside of the modes that give a shard the shape of the whole tensor, so from here on the checkpoint
     compares local shapes. ``prepared(inputs)`` is called once for each checkpoint, with its positional inputs. It
-    returns a function that the backward will call with these inputs before it runs the code again, or None. If hooks
-    around the checkpoint have saved the inputs, the backward has other tensors, without the attributes of the first
-    ones.
+    returns a function that the backward calls with these inputs, for a context in which it runs the code again. If
+    hooks around the checkpoint have saved the inputs, the backward has other tensors, without the attributes of the
+    first ones.
     """
     frame = _frame_of(saved_by())
     if frame is None:
@@ -110,22 +130,28 @@ def prepare_checkpoint(prepared: Callable[[Sequence[Any]], Callable[[Sequence[An
     caller: FrameType | None = sys._getframe(1)
     while caller is not None and caller.f_code is not _CHECKPOINT:
         caller = caller.f_back
-    frame.recompute_fn = _Prepared(frame.recompute_fn, None if caller is None else prepared(caller.f_locals["args"]))
+    frame.recompute_fn = _Prepared(frame.recompute_fn, prepared(() if caller is None else caller.f_locals["args"]))
+
+
+def is_in_checkpoint() -> bool:
+    """Returns whether a checkpoint without reentry keeps what autograd saves here, and no hook inside of it does."""
+    return _frame_of(saved_by()) is not None
 
 
 _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 
 
 class _Prepared:
-    """The function of a checkpoint, which first calls ``prepare``, if there is one, with the inputs it is run on."""
+    """The function of a checkpoint, run in the context that ``prepare`` returns for the inputs it is run on."""
 
-    def __init__(self, function: Callable[..., Any], prepare: Callable[[Sequence[Any]], None] | None) -> None:
-        self._function, self._prepare = function, prepare
+    def __init__(
+        self, function: Callable[..., Any], prepare: Callable[[Sequence[Any]], AbstractContextManager[Any]]
+    ) -> None:
+        self.function, self._prepare = function, prepare
 
     def __call__(self, *inputs: Any) -> Any:
-        if self._prepare is not None:
-            self._prepare(inputs)
-        return self._function(*inputs)
+        with self._prepare(inputs):
+            return self.function(*inputs)
 
 
 class _LocalShape:
@@ -145,18 +171,25 @@ def _frame_of(hook: Any) -> _CheckpointFrame | None:
     return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, _CheckpointFrame)), None)
 
 
-def _places(within: CodeType) -> Iterator[CheckpointCall | None]:
+def _frame_in(call: FrameType) -> _CheckpointFrame | None:
+    """Returns the checkpoint that a running call of ``torch.utils.checkpoint`` has opened; None if it keeps nothing."""
+    generator = call.f_locals.get("gen")
+    place = None if generator is None or generator.gi_frame is None else generator.gi_frame.f_locals.get("new_frame")
+    return place if isinstance(place, _CheckpointFrame) else None
+
+
+def _places(within: CodeType | None) -> Iterator[CheckpointCall | None]:
     """Yields the checkpoints whose forwards are running in this thread, innermost first, up to a call of ``within``.
 
-    None stands for a checkpoint of torch that keeps nothing now, because gradients are off around it: its forward may
-    run again when a checkpoint around it repeats its own.
+    If ``within`` is None, all are yielded. None stands for a checkpoint of torch that keeps nothing now, because
+    gradients are off around it: its forward may run again when a checkpoint around it repeats its own.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not within:
         names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
         place: Any = None
         if frame.f_code is _CHECKPOINT and not frame.f_locals.get("use_reentrant"):
-            place = _frame_of(saved_by())
+            place = _frame_in(frame)
             if place is None:
                 yield None
         elif frame.f_code.co_name == "forward" and names and names[0] != "self":

@@ -140,9 +140,8 @@ class ForwardRecord:
     outside of units whose code selects by a condition on values of events, as a mixture of experts does.
     ``checkpointed`` are the modules outside of units whose code a backward runs again, because it runs inside
     ``torch.utils.checkpoint``. ``own_backward`` are those whose code calls an autograd function with a backward of its
-    own, as the user's own ones and ``torch.utils.checkpoint`` with ``use_reentrant=True`` are, or a function compiled
-    by ``torch.jit.script``, that runs functions inside of a transform such as ``torch.vmap``, or that sets a hook on
-    the gradient of a tensor.
+    own, as the user's own ones are, or a function compiled by ``torch.jit.script``, that runs functions inside of a
+    transform such as ``torch.vmap``, or that sets a hook on the gradient of a tensor.
     ``writing`` are those whose code writes values of events into a parameter or buffer, or replaces a buffer.
     ``writes_inputs`` says that the forward writes into a tensor of its inputs.
     """

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 from shardwright.analysis.autograd_graph import nodes_behind
 from shardwright.analysis.marked_inputs import is_mark, unmarked
 from shardwright.analysis.meta_device import on_meta
+from shardwright.analysis.reentrant_checkpoints import without_reentry
 
 
 class AttentionCall(NamedTuple):
@@ -192,13 +193,20 @@ def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Calls a model with a batch's inputs and returns its output.
+    """Calls a model with a batch's inputs and returns its output; reentrant checkpoints run as others do.
 
-    The inputs are one value, a tuple or list of arguments, or a dict of named arguments.
+    The inputs are one value, a tuple or list of arguments, or a dict of named arguments. For checkpoints see
+    ``analysis/reentrant_checkpoints.py``; :func:`call_plainly` leaves them as they are.
 
     >>> call_model(nn.Identity(), (torch.ones(1),))
     tensor([1.])
     """
+    with without_reentry():
+        return call_plainly(model, inputs)
+
+
+def call_plainly(model: nn.Module, inputs: Any) -> Any:
+    """Calls a model with a batch's inputs as plain torch does, and returns its output."""
     args, named = given_to(inputs)
     return model(*args, **named)
 

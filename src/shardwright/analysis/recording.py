@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from shardwright.analysis.checkpoint_calls import is_in_checkpoint
 from shardwright.analysis.device_moves import TAKES_GRADIENT, call_on_meta
 from shardwright.analysis.meta_values import MetaValues, view_key
 from shardwright.analysis.module_log import UseEvent
@@ -74,8 +75,8 @@ class RecordedCall:
     ``args`` are positional and ``named`` keyword arguments. ``module`` is the name of the module whose forward was
     running, and ``number`` says in which of its calls, counted from 0. ``is_hidden`` says that no function mode sees in
     a run what the operator takes: it ran inside code that ``torch.jit.script`` has compiled, which calls no torch
-    function, or inside a transform such as ``torch.vmap``, which wraps tensors; or that a backward runs it again by
-    itself, as it does with code that is passed to ``torch.utils.checkpoint`` and is no module. ``is_gathered`` says
+    function, or inside a transform such as ``torch.vmap``, which wraps tensors; or that hooks of the user's own keep
+    what it saves for the backward. ``is_gathered`` says
     that the call takes or gives the state of a recurrent layer, of which ranks that compute some of its units gather
     all at every step: the features that it takes are another index than those that the layer's weights give.
     """
@@ -350,7 +351,7 @@ class Recorded(MetaValues):
         made = tuple(self.use(t, "constant" if constant else "") for t in tree_leaves(results) if isinstance(t, Tensor))
         if constant and len(made) == 1 and _counts(function, seen_args, made[0]):
             made[0].counts = True
-        hidden = self.depth == 0 or self.transformed > 0 or self.runs_again()
+        hidden = self.depth == 0 or self.transformed > 0 or (self.runs_again() and not is_in_checkpoint())
         self._append(
             function, seen_args, seen_named, made, hidden, self.recurring > 0 and name_of(function) in PRODUCTS
         )

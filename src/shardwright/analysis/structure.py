@@ -21,6 +21,7 @@ from torch.nn import functional
 from shardwright.analysis.copying import copied
 from shardwright.analysis.draw_calls import RefusesRandomNumbers, draws_by_method
 from shardwright.analysis.kept_traces import kept
+from shardwright.analysis.reentrant_checkpoints import without_reentry
 from shardwright.analysis.torch_loops import KNOWN_LOOPS, loop_of
 from shardwright.analysis.traced_names import NO_TENSOR, ResultClass, class_of_result, traceable_forward
 from shardwright.analysis.tracer import ATTRIBUTES, AttributeReads, Tracer, WeightReadTracer, refusing_own_functions
@@ -248,7 +249,10 @@ def trace(
         bound.arguments.update(inputs)
         full_precision = torch.autocast("cpu", enabled=False)
         reading = WeightReadTracer(tracer, weights)
-        with refusing_own_functions(), RefusesRandomNumbers(), reading, torch.enable_grad(), full_precision:
+        with (
+            refusing_own_functions(), without_reentry(), RefusesRandomNumbers(), reading, torch.enable_grad(),
+            full_precision,
+        ):  # fmt: skip
             output = graph.output(tracer.create_arg(forward(*bound.args, **bound.kwargs)))
         if any(node.op == "call_method" and draws_by_method(str(node.target)) for node in graph.nodes):
             return None  # a method of what stands for a tensor is no call that RefusesRandomNumbers sees

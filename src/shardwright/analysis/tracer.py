@@ -32,8 +32,8 @@ class _Proxy(fx.Proxy):
 class Tracer(fx.proxy.GraphAppendingTracer):
     """An fx tracer whose nodes say in their ``meta`` whether the call was made under ``no_grad``.
 
-    Raises: RuntimeError: a call under ``torch.autocast``, or inside an autograd function of the user's own, or of
-        ``torch.utils.checkpoint`` with ``use_reentrant=True``: a graph shows none of these.
+    Raises: RuntimeError: a call under ``torch.autocast``, or inside an autograd function of the user's own: a graph
+        shows neither.
     """
 
     def proxy(self, node: fx.Node) -> fx.Proxy:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwright.analysis.reentrant_checkpoints import is_without_reentry, without_reentry
 from shardwright.analysis.structure import BATCH_NORMS, kind_of
 from shardwright.axes import mesh_axes
 from shardwright.comm.autograd import refuses_hooks
@@ -123,6 +124,7 @@ class _Call:
     versions: tuple[int, ...] = ()
     modes: tuple[TorchFunctionMode, ...] = ()
     autocasts: tuple[tuple[str, torch.dtype, bool, bool], ...] = ()
+    reenters: bool = True
     recomputed: dict[int, Tensor] | None = None
     is_over: bool = False
 
@@ -130,7 +132,7 @@ class _Call:
         """Runs the block; keeps its inputs and the state, such as random numbers, that a recomputation restores."""
         self.restore = tuple(snapshot() for snapshot in self.block.snapshots)
         self.versions, self.modes = self._versions(), tuple(_get_current_function_mode_stack())
-        self.autocasts = self._autocasts()
+        self.autocasts, self.reenters = self._autocasts(), not is_without_reentry()
         buffers = {name: buffer._version for name, buffer in self.block.other_buffers()}
         keep = _KeepCostly(self.kept, self.block.shared) if self.block.selective else nullcontext()
         try:
@@ -207,6 +209,8 @@ class _Call:
             with ExitStack() as stack, torch.enable_grad(), saving, replay, self.block.frozen_statistics():
                 for mode in self.modes:  # autograd's thread does not have the modes of the forward
                     stack.enter_context(mode)
+                if not self.reenters:
+                    stack.enter_context(without_reentry())
                 for autocast in self.autocasts if self.autocasts != self._autocasts() else ():
                     stack.enter_context(torch.autocast(*autocast))
                 self.block.forward(*args, **named)

@@ -43,6 +43,7 @@ from shardwright.analysis.autograd_graph import leaves_behind
 from shardwright.analysis.draw_calls import RefusesRandomNumbers
 from shardwright.analysis.marked_inputs import hint_of_samples, unmarked
 from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.reentrant_checkpoints import without_reentry
 from shardwright.axes import mesh_axes
 from shardwright.devices import Moment
 from shardwright.errors import ExplainedError, PlanError
@@ -394,7 +395,8 @@ class Executor:
             self._expect_used(starts)
         with self.deferred.collecting(chunk, number) if kind == "I" else nullcontext():
             if starts:
-                torch.autograd.backward(starts, tuple(gradients.values()))
+                with without_reentry():  # where it runs the forward again
+                    torch.autograd.backward(starts, tuple(gradients.values()))
         self.work.pass_back(chunk, number)
         if kind == "B":
             self._end_backward(number, chunk)
@@ -463,9 +465,9 @@ class Executor:
         if is_fired and any(events.after_weight_gradients is not _nothing for events in self.events):
             raise PlanError(
                 f"the parameter '{name}' gets another gradient after its param group was summed over ranks",
-                given="backwards inside one backward, as torch.utils.checkpoint(use_reentrant=True) runs them",
+                given="backwards inside one backward, as an autograd function that runs its code again takes them",
                 allowed="one gradient of each parameter in one backward",
-                fix="use_reentrant=False, or instead recompute:full or recompute:PATTERN in the layout",
+                fix="use torch.utils.checkpoint, or instead recompute:full or recompute:PATTERN in the layout",
             )
         missing.discard(name)
         if not missing and self._action.kind == "B":

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, handle_torch_function
 
-from shardwright.analysis.checkpoint_calls import CheckpointCall, checkpoint_call, saved_by
+from shardwright.analysis.checkpoint_calls import CheckpointCall, checkpoint_call, checkpoints_around, saved_by
 from shardwright.analysis.draw_calls import DrawCall, draw_of, in_multihead
 from shardwright.analysis.draws import ALONE, FIRST, MIXED, SELECTED, Draws, SamplePlace
 from shardwright.analysis.structure import is_inside
@@ -160,7 +160,7 @@ class _CheckpointDraws(TorchFunctionMode):
         if numbers is None:
             with torch._C.DisableTorchFunction():
                 return func(*args, **named)
-        return KEYED_RESULTS[call.kind](call, call.drawn(None), numbers(call.device))
+        return _result(func, call, args, named, numbers(call.device))
 
     def _next(self, name: str) -> Callable[[torch.device], KeyedNumbers] | None:
         if self._number >= len(self._drawn) or self._drawn[self._number][0] != name:
@@ -333,17 +333,7 @@ class KeyedDraws(TorchFunctionMode):
         if is_own and self.draws is not None and self.draws.is_seeded(mine.path, call.name):
             mine.leave_out(call.name)
             return _seeded(func, args, named, x, self.rng)
-        numbers = mine.next(call.name, device, x)
-        if not getattr(_get_current_function_mode(), "takes_draws", False):
-            return KEYED_RESULTS[call.kind](call, x, numbers)
-
-        @wraps(func)
-        def drawn(*args: Any, **named: Any) -> Any:  # the mode below may run it on other tensors, or not at all
-            again = draw_of(func, args, named)
-            assert again is not None, "the same function, with tensors in place of tensors"
-            return KEYED_RESULTS[again.kind](again, again.drawn(None), numbers)
-
-        return handle_torch_function(drawn, (x,), *args, **named)
+        return _result(func, call, args, named, mine.next(call.name, device, x))
 
     def _attend(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """Runs torch's attention with a keyed dropout; a torch function mode below this one sees it as one function."""
@@ -383,11 +373,11 @@ def key_draws(
     microbatch's; and ``tokens``, a function from a shape to the slices that hold this rank's tokens. ``cuts_batch``
     says that ranks or microbatches have some of the samples, and ``cuts_code`` that ranks run some of the modules. The
     model's modules are wrapped in place, dropout layers as by :func:`key_dropout`, and ``rng.draw`` is set to
-    :meth:`KeyedDraws.draw`.
+    :meth:`KeyedDraws.draw`, and ``rng.checkpoints`` to :func:`checkpoints_around`.
     """
     shared = {} if draws is None else _shared(model, draws.routing)
     keyed = KeyedDraws(rng, draws, shared, cuts_batch=cuts_batch, cuts_code=cuts_code)
-    rng.draw = keyed.draw
+    rng.draw, rng.checkpoints = keyed.draw, checkpoints_around
     drawing = None if draws is None else draws.in_modules()
     of_layer = {*with_samples_in_dim_1(model)}
     of_cut = {*(cuts or {})}
@@ -495,6 +485,23 @@ def _seeded(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], x: Any, 
         )
     with torch._C.DisableTorchFunction():  # a mode below refuses what is drawn without a key
         return func(*args, **named)
+
+
+def _result(
+    func: Any, call: DrawCall, args: tuple[Any, ...], named: Mapping[str, Any], numbers: KeyedNumbers
+) -> Any:  # fmt: skip
+    """Returns the result of a random function, by ``numbers``; a torch function mode below sees it as one call."""
+    x = call.drawn(None)
+    if not getattr(_get_current_function_mode(), "takes_draws", False):
+        return KEYED_RESULTS[call.kind](call, x, numbers)
+
+    @wraps(func)
+    def drawn(*args: Any, **named: Any) -> Any:  # the mode below may run it on other tensors, or not at all
+        again = draw_of(func, args, named)
+        assert again is not None, "the same function, with tensors in place of tensors"
+        return KEYED_RESULTS[again.kind](again, again.drawn(None), numbers)
+
+    return handle_torch_function(drawn, (x,), *args, **named)
 
 
 def _drawn_in(code: CheckpointCall) -> list[ForwardDraw]:

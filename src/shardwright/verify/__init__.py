@@ -54,7 +54,7 @@ from torch.utils._pytree import tree_map_only
 from shardwright.analysis.copying import check_apart
 from shardwright.analysis.left_untouched import left_untouched
 from shardwright.analysis.marked_inputs import unmarked
-from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.module_calls import call_plainly
 from shardwright.analysis.operator_results import cloned
 from shardwright.analysis.reached import unregistered
 from shardwright.comm.launch import launch
@@ -161,6 +161,9 @@ def verify(
             raise  # of the layout or the model's kind, whatever the dtype
         why = _only_in_float32(model, loss, batches[0])
         if not why:
+            other = _error_in(torch.float32, model, loss, batches[0])
+            if other is not None:
+                failure.add_note(f"In float32 plain torch has no result either: {other}")
             raise
     else:
         is_number = math.isfinite(verdict.loss_error) and not math.isnan(verdict.gradients_error)
@@ -196,7 +199,7 @@ def _error_in(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batc
         own.to_empty(device="cpu")  # operators on the meta device take tensors of unlike dtypes
     inputs, targets = tree_map_only(Tensor, partial(_cast, dtype), batch)
     try:
-        found, _ = sum_and_count(copy.deepcopy(loss)(call_model(own, inputs), unmarked(targets)))
+        found, _ = sum_and_count(copy.deepcopy(loss)(call_plainly(own, inputs), unmarked(targets)))
         found.backward()
     except Exception as error:  # the model's own code may raise anything in a dtype that it does not run in
         return first_line(error)

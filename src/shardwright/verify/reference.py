@@ -37,7 +37,7 @@ from shardwright.analysis.copying import check_apart
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.draws import Draws
 from shardwright.analysis.marked_inputs import map_samples, unmarked
-from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.module_calls import call_plainly
 from shardwright.analysis.operator_results import cloned
 from shardwright.models.losses import mean_of, sum_and_count
 from shardwright.models.model_loss import loss_dtype
@@ -153,7 +153,7 @@ def reference(
         for rng.samples, (inputs, targets) in _parts(plan, batch):
             moves = IgnoresDeviceMoves(place) if on_several else nullcontext()
             with moves, forward or nullcontext(), torch_errors_explained(plan):
-                output = call_model(model, inputs)
+                output = call_plainly(model, inputs)
                 if narrow == torch.float16:
                     output, targets = tree_map_only(Tensor, partial(_narrowed, torch.float32), (output, targets))
                 sums.append(sum_and_count(loss(output, unmarked(targets))))

@@ -761,9 +761,20 @@ class Reentrant(Residuals):
 
 
 @pytest.mark.parametrize("line", ["pp2 mb2", "pp2 mb2 tp2"])
+def test_layers_of_reentrant_checkpoints_lie_on_several_stages(line):
+    verdict = verify(model_of(Reentrant), line, batches())
+    assert verdict, str(verdict)
+
+
+class ChecksRunCode(Reentrant):
+    def step(self, layer, x):
+        return checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("line", ["pp2 mb2", "pp2 mb2 tp2"])
 def test_a_checkpoint_that_cannot_be_cut_is_named_with_tensor_parallelism_too(line):
-    with pytest.raises(LayoutError, match="torch runs code of Reentrant as a whole"):
-        plan_of(model_of(Reentrant), line)
+    with pytest.raises(LayoutError, match="torch runs code of ChecksRunCode as a whole"):
+        plan_of(model_of(ChecksRunCode), line)
 
 
 class MapsRows(nn.Module):

@@ -283,11 +283,11 @@ def _decides_by_state(model: nn.Module) -> LayoutError:
 def _own_backward(model: nn.Module) -> LayoutError:
     return LayoutError(
         f"torch runs code of {type(model).__name__} as a whole, so it cannot be cut into stages",
-        given="an autograd function, torch.autograd.grad, torch.utils.checkpoint with use_reentrant=True, a checkpoint "
-        "of several modules, a function of torch.jit.script, a transform as torch.vmap, or a hook on the gradient of a "
-        "tensor, which the model's own code calls or sets",
-        allowed="these in the code of a module inside, as a block; in the model's own, "
-        "torch.utils.checkpoint with use_reentrant=False, of one module in each call",
+        given="an autograd function, torch.autograd.grad, a checkpoint of several modules or of more than a module, "
+        "a function of torch.jit.script, a transform as torch.vmap, or a hook on the gradient of a tensor, which the "
+        "model's own code calls or sets",
+        allowed="these in the code of a module inside, as a block; in the model's own, torch.utils.checkpoint of one "
+        "module in each call",
         fix="move the call into a module inside, or write recompute:... in the layout in place of a checkpoint",
     )
 

@@ -36,10 +36,10 @@ from shardwright.rng import DimSlice
 from shardwright.sharding.tensor_shard import tag, tagged
 from shardwright.strategies.tensor_parallel.output_shards import OutputShards
 from shardwright.strategies.tensor_parallel.shards_frame import (
+    CodeRunAgain,
     HeldShard,
     ShardsFrame,
     mark_fetched,
-    marks_of,
     run_on_shards,
     tag_all,
 )
@@ -82,6 +82,9 @@ def apply_on_shards(
                 own.setdefault(path, []).append(held_shard)
             if kind_of(module) not in BATCH_NORMS:  # they write to theirs in place
                 buffers.append(held_shard)
+    again = CodeRunAgain(mode, buffers)
+    if mode is not None:
+        mode.prepared = again.prepared
     tags = [each for held in own.values() for each in held if each.fetch is None]
     opened = {"", *stages.opened} if stages is not None else set()
     for path, module in model.named_modules():
@@ -91,12 +94,12 @@ def apply_on_shards(
         held = [*(each for each in mine if each.fetch is not None), *tags] if path == "" else mine
         is_norm = kind_of(module) in BATCH_NORMS
         around = (
-            partial(_norm_on_shards, mode, module, held, output)
+            partial(_norm_on_shards, mode, module, held, output, again)
             if is_norm and mode
-            else partial(_on_shards, mode, held, path == "", output, buffers)
+            else partial(_on_shards, mode, held, path == "", output, buffers, again)
         )
         if path in note.gathered and mode is not None:
-            around = partial(_gather_output, mode, held, output)
+            around = partial(_gather_output, mode, held, output, again)
         wrap(module, Rung.ON_SHARDS, "its own code on shards of tensors", by=by, around=around)
     held = [each for mine in own.values() for each in mine]
     fetched = {name: [each for each in held if each.whole == name and not each.again] for name in note.stored}
@@ -125,7 +128,7 @@ def shard_of_drawn(rank: int, tensor: Tensor) -> tuple[tuple[DimSlice, ...], Cal
 
 def _on_shards(
     mode: ShardsMode | None, held: Sequence[HeldShard], is_model: bool, output: OutputShards | None,
-    buffers: Sequence[HeldShard], forward: Forward,
+    buffers: Sequence[HeldShard], again: CodeRunAgain, forward: Forward,
 ) -> Forward:  # fmt: skip
     tags = [each for each in held if each.fetch is None]
     stored = [(each, each.fetch) for each in held if each.fetch is not None]
@@ -133,22 +136,14 @@ def _on_shards(
     @wraps(forward)
     def on_shards(*args: Any, **named: Any) -> Any:
         tag_all(tags)
-        prepare_checkpoint(marks_of)
+        prepare_checkpoint(again.prepared)
         if not stored and not is_model and (mode is None or mode.depth):
             return forward(*args, **named)
         is_outermost = mode is not None and not mode.depth
         missing = [(each, fetch) for each, fetch in stored if not (each.again and each.is_at_hand)]
-        before = [(each, fetch, each.store[each.name]) for each, fetch in missing]
-        for each, fetch, tensor in before:
-            each.store[each.name] = fetched = fetch(tensor)
-            fetched._is_param = True  # what torch and code take for a parameter
-            tag(fetched, each.shard)
-        try:
-            with run_on_shards(mode, buffers) if mode is not None and is_outermost else nullcontext():
-                outputs = forward(*args, **named)
-        finally:
-            for each, _, tensor in before:
-                each.store[each.name] = tensor
+        running = run_on_shards(mode, buffers) if mode is not None and is_outermost else nullcontext()
+        with again.around(missing), running:
+            outputs = forward(*args, **named)
         if output is None:
             return outputs
         if is_model:
@@ -159,7 +154,8 @@ def _on_shards(
 
 
 def _norm_on_shards(
-    mode: ShardsMode, module: nn.Module, held: Sequence[HeldShard], output: OutputShards | None, forward: Forward
+    mode: ShardsMode, module: nn.Module, held: Sequence[HeldShard], output: OutputShards | None, again: CodeRunAgain,
+    forward: Forward,
 ) -> Forward:  # fmt: skip
     """Wraps a BatchNorm to run on this rank's channels; statistics are shared only over axes that cut samples."""
     channels = next((each.shard.cuts[0] for each in held if each.shard is not None), None)
@@ -178,13 +174,13 @@ def _norm_on_shards(
             tag(found, shard)
         return found
 
-    run = _on_shards(mode, held, False, output, (), forward)
+    run = _on_shards(mode, held, False, output, (), again, forward)
     return wraps(forward)(on_shards)
 
 
 def _gather_output(
-    mode: ShardsMode, held: Sequence[HeldShard], output: OutputShards | None, forward: Forward
-) -> Forward:
+    mode: ShardsMode, held: Sequence[HeldShard], output: OutputShards | None, again: CodeRunAgain, forward: Forward
+) -> Forward:  # fmt: skip
     """Wraps a linear layer to compute this rank's output features and to gather those of all ranks."""
 
     def gather_output(input: Tensor) -> Tensor:
@@ -192,7 +188,7 @@ def _gather_output(
         with torch._C.DisableTorchFunction():
             return mode.whole(features)
 
-    return _on_shards(mode, held, False, output, (), wraps(forward)(gather_output))
+    return _on_shards(mode, held, False, output, (), again, wraps(forward)(gather_output))
 
 
 def _fetched(stored: StoredShards, axes: Mapping[str, Axis], tensor: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -80,19 +81,56 @@ def run_on_shards(mode: ShardsMode, buffers: Sequence[HeldShard]) -> Iterator[No
             each.store[each.name] = mode.as_shard(now, each.shard)
 
 
-def marks_of(inputs: Sequence[Any]) -> Callable[[Sequence[Any]], None] | None:
-    """Returns a function that marks other tensors as the shards that ``inputs`` are, place by place from the end.
+@dataclass(eq=False)
+class CodeRunAgain:
+    """Runs code on tensor shards again that a model passes to a checkpoint, in a backward without the model around it.
 
-    Returns None if none of the inputs is a shard.
+    ``fetched`` are the weights that are all-gathered around the code that runs now, each with what fetches it.
+    ``mode`` is None if only samples are cut; ``buffers`` are those that code may replace.
     """
-    shards = [tagged(each) if isinstance(each, Tensor) else None for each in inputs]
 
-    def mark(others: Sequence[Any]) -> None:
-        for each, shard in zip(others[-len(shards) :], shards, strict=True):
+    mode: ShardsMode | None
+    buffers: Sequence[HeldShard]
+    fetched: list[tuple[HeldShard, Callable[[Tensor], Tensor]]] = field(default_factory=list)
+
+    def prepared(self, inputs: Sequence[Any]) -> Callable[[Sequence[Any]], AbstractContextManager[None]]:
+        """Returns what ``prepare_checkpoint`` asks for: a function that returns the context of a second run.
+
+        In it other inputs are marked as the shards that ``inputs`` are, place by place from the end.
+        """
+        shards = [tagged(each) if isinstance(each, Tensor) else None for each in inputs]
+        return partial(self._again, shards, tuple(self.fetched))
+
+    @contextmanager
+    def _again(
+        self, shards: Sequence[TensorShard | None], fetched: Sequence[tuple[HeldShard, Callable[[Tensor], Tensor]]],
+        inputs: Sequence[Any],
+    ) -> Iterator[None]:  # fmt: skip
+        for each, shard in zip(inputs[len(inputs) - len(shards) :], shards, strict=True):
             if shard is not None:
                 tag(each, shard)
+        mode = self.mode
+        with (
+            self.around([(each, fetch) for each, fetch in fetched if not each.is_at_hand]),
+            run_on_shards(mode, self.buffers) if mode is not None and not mode.depth else nullcontext(),
+        ):
+            yield
 
-    return mark if any(shard is not None for shard in shards) else None
+    @contextmanager
+    def around(self, fetched: Sequence[tuple[HeldShard, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
+        """Returns a context in which the weights are all-gathered."""
+        before = [(each, each.store[each.name]) for each, _ in fetched]
+        for (each, tensor), (_, fetch) in zip(before, fetched, strict=True):
+            each.store[each.name] = whole = fetch(tensor)
+            whole._is_param = True  # what torch and code take for a parameter
+            tag(whole, each.shard)
+        self.fetched += fetched
+        try:
+            yield
+        finally:
+            del self.fetched[len(self.fetched) - len(fetched) :]
+            for each, tensor in before:
+                each.store[each.name] = tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from shardwright.analysis.checkpoint_calls import prepare_checkpoint, saved_by
 from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.recurrent_calls import RECURRENT
 from shardwright.comm.autograd import cut_to_whole, sum_gradient, whole_to_cut
@@ -126,6 +127,9 @@ class ShardsMode(TorchFunctionMode):
         self.gathered: Counter[str] = Counter()
         self.num_planned = 0
         self.depth = 0
+        self.prepared: Callable[..., Any] | None = None
+        """Prepares a checkpoint inside of which a function runs (``prepare_checkpoint``)."""
+        self._saved_by: Any = None
         self._plans: dict[Any, ReadyCall] = {}
         self._gathered: list[torch.UntypedStorage] = []  # copies in this forward: what is written there is lost
         self._copies: deque[tuple[Tensor, int, Tensor]] = deque(maxlen=NUM_COPIES)
@@ -138,6 +142,7 @@ class ShardsMode(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         self.depth -= 1
         super().__exit__(*error)
+        self._saved_by = None
         self._copies.clear()
         self._gathered.clear()
 
@@ -187,6 +192,10 @@ class ShardsMode(TorchFunctionMode):
         return self._call(func, args, named)
 
     def _call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if (saving := saved_by()) is not self._saved_by:  # code runs inside of a checkpoint, or outside of one again
+            self._saved_by = saving
+            if self.prepared is not None:
+                prepare_checkpoint(self.prepared)
         if func in RECURRENT:
             return recurrent_on_shards(self, func, args, named)
         if func in _OF_VOCABULARY:

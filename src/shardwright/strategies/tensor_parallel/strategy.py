@@ -190,7 +190,7 @@ class TensorParallel:
         hidden = {call.module for call in calls if call.is_hidden}
         for path, _, _, name in owners(job.model):
             if path and path in hidden:
-                found[path] = "it is called inside a transform or a checkpoint"
+                found[path] = "it is called inside a transform or saved-tensor hooks"
             elif path and path in called and name not in used:
                 found[path] = "it is called with other tensors in place of its parameters"
         return found
