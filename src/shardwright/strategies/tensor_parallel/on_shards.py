@@ -36,7 +36,7 @@ from shardwright.rng import DimSlice
 from shardwright.sharding.tensor_shard import tag, tagged
 from shardwright.strategies.tensor_parallel.output_shards import OutputShards
 from shardwright.strategies.tensor_parallel.shards_frame import (
-    CodeRunAgain,
+    CheckpointedCode,
     HeldShard,
     ShardsFrame,
     mark_fetched,
@@ -82,7 +82,7 @@ def apply_on_shards(
                 own.setdefault(path, []).append(held_shard)
             if kind_of(module) not in BATCH_NORMS:  # they write to theirs in place
                 buffers.append(held_shard)
-    again = CodeRunAgain(mode, buffers)
+    again = CheckpointedCode(mode, buffers)
     if mode is not None:
         mode.prepared = again.prepared
     tags = [each for held in own.values() for each in held if each.fetch is None]
@@ -128,7 +128,7 @@ def shard_of_drawn(rank: int, tensor: Tensor) -> tuple[tuple[DimSlice, ...], Cal
 
 def _on_shards(
     mode: ShardsMode | None, held: Sequence[HeldShard], is_model: bool, output: OutputShards | None,
-    buffers: Sequence[HeldShard], again: CodeRunAgain, forward: Forward,
+    buffers: Sequence[HeldShard], again: CheckpointedCode, forward: Forward,
 ) -> Forward:  # fmt: skip
     tags = [each for each in held if each.fetch is None]
     stored = [(each, each.fetch) for each in held if each.fetch is not None]
@@ -154,7 +154,7 @@ def _on_shards(
 
 
 def _norm_on_shards(
-    mode: ShardsMode, module: nn.Module, held: Sequence[HeldShard], output: OutputShards | None, again: CodeRunAgain,
+    mode: ShardsMode, module: nn.Module, held: Sequence[HeldShard], output: OutputShards | None, again: CheckpointedCode,
     forward: Forward,
 ) -> Forward:  # fmt: skip
     """Wraps a BatchNorm to run on this rank's channels; statistics are shared only over axes that cut samples."""
@@ -179,7 +179,7 @@ def _norm_on_shards(
 
 
 def _gather_output(
-    mode: ShardsMode, held: Sequence[HeldShard], output: OutputShards | None, again: CodeRunAgain, forward: Forward
+    mode: ShardsMode, held: Sequence[HeldShard], output: OutputShards | None, again: CheckpointedCode, forward: Forward
 ) -> Forward:  # fmt: skip
     """Wraps a linear layer to compute this rank's output features and to gather those of all ranks."""
 

@@ -82,7 +82,7 @@ def run_on_shards(mode: ShardsMode, buffers: Sequence[HeldShard]) -> Iterator[No
 
 
 @dataclass(eq=False)
-class CodeRunAgain:
+class CheckpointedCode:
     """Runs code on tensor shards again that a model passes to a checkpoint, in a backward without the model around it.
 
     ``fetched`` are the weights that are all-gathered around the code that runs now, each with what fetches it.
