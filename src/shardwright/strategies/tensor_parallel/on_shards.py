@@ -154,8 +154,8 @@ def _on_shards(
 
 
 def _norm_on_shards(
-    mode: ShardsMode, module: nn.Module, held: Sequence[HeldShard], output: OutputShards | None, again: CheckpointedCode,
-    forward: Forward,
+    mode: ShardsMode, module: nn.Module, held: Sequence[HeldShard], output: OutputShards | None,
+    again: CheckpointedCode, forward: Forward,
 ) -> Forward:  # fmt: skip
     """Wraps a BatchNorm to run on this rank's channels; statistics are shared only over axes that cut samples."""
     channels = next((each.shard.cuts[0] for each in held if each.shard is not None), None)
