@@ -77,6 +77,32 @@ def doubled():
     return nn.Sequential(nn.Linear(8, 8), Doubled(), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 8))
 
 
+class Appends(nn.Module):
+    """Gives its layers a list to which it adds what they return, as dense networks do."""
+
+    class Layer(nn.Linear):
+        def forward(self, before):
+            return super().forward(torch.stack(before).sum(0)).tanh()
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.blocks = nn.ModuleList(self.Layer(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        before = [self.first(x)]
+        for block in self.blocks:
+            before.append(block(before))
+        return self.last(before[-1])
+
+
+@pytest.mark.parametrize("line", ["recompute:full", "dp2/zero3 recompute:full", "tp2 recompute:full"])
+def test_a_block_is_computed_again_with_the_list_that_it_was_given(line):
+    torch.manual_seed(0)
+    verdict = verify(Appends(), line, [batch(5)])
+    assert verdict.equal, str(verdict)
+
+
 MADE = [("dp2", wide, (5,)), ("tp2", wide, (5,)), ("dp2", doubled, (5,)), ("dp2", normed, (6,))]
 MADE += [("dp2 tp2", normed, (6,)), ("tp2", Encoder, (3, 4))]
 MADE += [("pp2/1f1b mb2", wide, (5,)), ("pp2/1f1b mb2 dp2/zero3 tp2", doubled, (8,)), ("pp4 mb2", wide, (5,))]

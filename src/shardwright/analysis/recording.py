@@ -202,6 +202,28 @@ class Recording:
         """The size of the recorded batch, in samples; 1 if no input has a dim of samples."""
         return next((use.shape[0] for use in self.inputs if use.shape), 1)
 
+    def of_modules(self) -> dict[str, Recording]:
+        """Returns, for each module whose own code ran operators, a recording of these alone; what they took are inputs.
+
+        It has the parameters that these calls read, and no outputs.
+        """
+        calls = defaultdict[str, list[RecordedCall]](list)
+        for call in self.calls:
+            calls[call.module].append(call)
+        found = {}
+        for module, own in calls.items():
+            made = {result for call in own for result in call.results}
+            operands = dict.fromkeys(use for call in own for use in call.operands)
+            found[module] = Recording(
+                calls=own,
+                parameters={use.name: use for use in operands if use.kind == "parameter"},
+                inputs=[use for use in operands if use.kind not in ("parameter", "constant") and use not in made],
+                functions=self.functions,
+                measured_in_backward=self.measured_in_backward,
+                assigned=self.assigned,
+            )
+        return found
+
     @property
     def parameters_used(self) -> set[str]:
         """The names of the parameters that operators read."""

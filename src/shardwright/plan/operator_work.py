@@ -8,11 +8,11 @@ together with a cut dim of some weight (``analysis/run_axes.py``), such as the h
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from shardwright.analysis.costs import flops_of
-from shardwright.analysis.recording import Recording
-from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves
+from shardwright.analysis.recording import Recording, TensorUse
+from shardwright.analysis.run_axes import DimAxis, RunAxes, axes_of, leaves
 from shardwright.plan.plan import OperatorWork, Plan
 
 _WEIGHT = {"linear": 1, "convolution": 1}
@@ -25,7 +25,7 @@ def operator_work(
     """Returns the FLOPs of each matrix product, convolution and attention of a forward, with the axes that divide them.
 
     ``recording`` is a recorded forward of the model, and ``axes`` says which dims of its tensors must be sharded alike.
-    Outputs of the modules ``gathered`` are gathered at once, so their weights divide no other work.
+    Outputs of the modules ``gathered`` are gathered at once, so their weights divide no work of others.
 
     >>> import torch
     >>> from torch import nn
@@ -39,15 +39,16 @@ def operator_work(
     >>> [(each.module, each.flops, sorted(each.axes)) for each in operator_work(plan, recording, axes_of(recording))]
     [('0', 128, []), ('1', 128, ['tp'])]
     """
-    cut: defaultdict[DimAxis, set[str]] = defaultdict(set)
-    for name, use in recording.parameters.items():
-        if name.rpartition(".")[0] in gathered:
-            continue
-        for axis, dim in plan.compute[name].cut_dims.items():
-            for leaf in leaves(axes.of(use)[dim]):
-                cut[leaf].add(axis)
+    within = {}
+    for path, inside in recording.of_modules().items() if gathered else ():
+        if path in gathered:
+            axes_inside = axes_of(inside)
+            within[path] = axes_inside, _cut_axes(plan, inside.parameters, axes_inside)
+    others = {name: use for name, use in recording.parameters.items() if name.rpartition(".")[0] not in gathered}
+    outside = axes, _cut_axes(plan, others, axes)
     found = []
     for call in recording.calls:
+        of_call, cut = within.get(call.module, outside)
         flops = flops_of(call)
         if not flops:
             continue
@@ -58,7 +59,17 @@ def operator_work(
         if weights:
             dividing = {axis for name in weights for axis in plan.compute[name].cut_dims}
         else:
-            dims = (axis for use in (*call.operands, *call.results) for axis in axes.of(use))
+            dims = (axis for use in (*call.operands, *call.results) for axis in of_call.of(use))
             dividing = {axis for dim in dims for leaf in leaves(dim) for axis in cut.get(leaf, ())}
         found.append(OperatorWork(call.module, flops, frozenset(dividing)))
     return tuple(found)
+
+
+def _cut_axes(plan: Plan, parameters: Mapping[str, TensorUse], axes: RunAxes) -> dict[DimAxis, set[str]]:
+    """Returns the mesh axes that cut each dim of the parameters, by name, that the plan cuts."""
+    found: defaultdict[DimAxis, set[str]] = defaultdict(set)
+    for name, use in parameters.items():
+        for axis, dim in plan.compute[name].cut_dims.items():
+            for leaf in leaves(axes.of(use)[dim]):
+                found[leaf].add(axis)
+    return found

@@ -24,7 +24,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from shardwright.analysis.reentrant_checkpoints import is_without_reentry, without_reentry
 from shardwright.analysis.structure import BATCH_NORMS, kind_of
@@ -128,8 +128,8 @@ class _Call:
     recomputed: dict[int, Tensor] | None = None
     is_over: bool = False
 
-    def forward(self) -> Any:
-        """Runs the block; keeps its inputs and the state, such as random numbers, that a recomputation restores."""
+    def forward(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Runs the block on its inputs, and keeps the state, such as random numbers, that a recomputation restores."""
         self.restore = tuple(snapshot() for snapshot in self.block.snapshots)
         self.versions, self.modes = self._versions(), tuple(_get_current_function_mode_stack())
         self.autocasts, self.reenters = self._autocasts(), not is_without_reentry()
@@ -137,7 +137,7 @@ class _Call:
         keep = _KeepCostly(self.kept, self.block.shared) if self.block.selective else nullcontext()
         try:
             with saved_tensors_hooks(self._save, self._load), keep:
-                result = self.block.forward(*self.args, **self.named)
+                result = self.block.forward(*args, **named)
         except RuntimeError as failure:
             if refuses_hooks(failure):
                 raise self.block.transformed() from failure
@@ -259,7 +259,8 @@ class CheckpointedBlock:
         """
         if not torch.is_grad_enabled():
             return self.forward(*args, **named)
-        return _Call(self, args, named).forward()
+        kept = tree_map(lambda leaf: leaf, (args, named))  # code may add to a list that it gives, as dense networks do
+        return _Call(self, *kept).forward(args, named)
 
     def other_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, tensor) of the block's buffers, except the running statistics of BatchNorms."""

@@ -8,7 +8,8 @@ if these have clearly more elements. Cutting heads costs one sum after the outpu
 projection; cutting the features of a head would cost a sum of all attention scores, and cutting the features between
 blocks would cost a sum after every layer that reads them. The rows of a table cost a sum of what is looked up, and are
 cut where there are many, or where the table is the output head too. The classes of a cross entropy cost three numbers a
-token. Linear layers that stay whole after all are cut by their outputs if gathering these costs little.
+token. Linear layers that stay whole after all are cut by their outputs if gathering these costs little. Where less than
+half of the model is cut in all of these ways, each module of what is left is cut by itself, and its output gathered.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from shardwright.analysis.batch_norms import batch_norms
 from shardwright.analysis.dim_letters import Role
 from shardwright.analysis.reached import tensors_outside
 from shardwright.analysis.recording import PRODUCTS, RecordedCall, Recording, TensorUse
-from shardwright.analysis.run_axes import CLASSES, AxisUse, DimAxis, RunAxes, labels_of, leaves, root
+from shardwright.analysis.run_axes import CLASSES, AxisUse, DimAxis, RunAxes, axes_of, labels_of, leaves, root
+from shardwright.analysis.structure import has_hooks
 from shardwright.analysis.weight_readers import readers_of
 from shardwright.mesh import balanced
+from shardwright.plan.shares import LEAST
 from shardwright.sharding.tensor_shard import ALL, TensorShard, shard_of
 from shardwright.strategies.tensor_parallel.gather_output import gather_output_layers
 
@@ -140,13 +143,39 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     found = cut.shards
     gathered = gather_output_layers(model, recording, axes, size, {*found, *kept}, readers, cut.most_sent)
     more = {f"{path}.{name}": p for path, layer in gathered.items() for name, p in layer.named_parameters()}
-    if sum(p.numel() for p in more.values()) <= WORTH_MORE * cut.num_elements:
-        return GraphCuts(found, readers, in_lists)
-    for name, p in more.items():
-        shard = shard_of(p.shape, (_balanced(len(p), size), *(None,) * (p.dim() - 1)))
-        if shard is not None:
-            found[name] = shard
-    return GraphCuts(found, readers, in_lists, frozenset(gathered))
+    num_more = sum(p.numel() for p in more.values())
+    if num_more > WORTH_MORE * cut.num_elements:
+        for name, p in more.items():
+            shard = shard_of(p.shape, (_balanced(len(p), size), *(None,) * (p.dim() - 1)))
+            if shard is not None:
+                found[name] = shard
+    else:
+        gathered, num_more = {}, 0
+    if cut.num_elements + num_more >= LEAST * sum(prod(use.shape) for use in recording.parameters.values()):
+        return GraphCuts(found, readers, in_lists, frozenset(gathered))
+    by_module = _cut_by_module(model, recording, size, {*found, *kept, *in_lists}, readers)
+    more_shards = {name: shard for shards in by_module.values() for name, shard in shards.items()}
+    return GraphCuts(found | more_shards, readers, in_lists, frozenset((*gathered, *by_module)))
+
+
+def _cut_by_module(
+    model: nn.Module, recording: Recording, size: int, taken: Collection[str], readers: Mapping[str, Collection[str]]
+) -> dict[str, dict[str, TensorShard]]:
+    """Returns the shards of modules that are cut each by itself, whose outputs all ranks then gather, by path.
+
+    These are modules without others inside that have matrices or tables, whose parameters nobody else reads and which
+    are not among ``taken``. What the model makes of their outputs does not matter.
+    """
+    inside, found = recording.of_modules(), {}
+    for path, module in model.named_modules():
+        own = {f"{path}.{name}": p for name, p in module.named_parameters(recurse=False)}
+        is_cuttable = path in inside and any(p.dim() > 1 for p in own.values()) and not any(module.children())
+        if not is_cuttable or has_hooks(module) or any(name in taken or readers.get(name) != {path} for name in own):
+            continue
+        shards = _cut(inside[path], axes_of(inside[path]), size, ()).shards
+        if shards:
+            found[path] = shards
+    return found
 
 
 def _balanced(num_elements: int, size: int) -> bytes:

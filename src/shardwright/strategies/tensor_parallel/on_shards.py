@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
 from shardwright.analysis.checkpoint_calls import prepare_checkpoint
@@ -181,12 +182,12 @@ def _norm_on_shards(
 def _gather_output(
     mode: ShardsMode, held: Sequence[HeldShard], output: OutputShards | None, again: CheckpointedCode, forward: Forward
 ) -> Forward:  # fmt: skip
-    """Wraps a linear layer to compute this rank's output features and to gather those of all ranks."""
+    """Wraps a module that is cut by itself: this rank computes a part of the output, and gathers those of all ranks."""
 
-    def gather_output(input: Tensor) -> Tensor:
-        features = forward(input)
+    def gather_output(*args: Any, **named: Any) -> Any:
+        outputs = forward(*args, **named)
         with torch._C.DisableTorchFunction():
-            return mode.whole(features)
+            return tree_map_only(Tensor, mode.whole, outputs)
 
     return _on_shards(mode, held, False, output, (), again, wraps(forward)(gather_output))
 
