@@ -111,11 +111,19 @@ def with_selected(y):
     return y.index_add(0, chosen, y[chosen][:, :1].expand(-1, 4))
 
 
+def of_channels(y, function):
+    """Adds to each channel of each sample one of two marks of it; the rows of both are (samples, channels), or not."""
+    marks = y[:, :2] * 2
+    marks = function(marks)
+    return (y[:, :3].reshape(-1, 1) + marks).sum(1).view(-1, 3)
+
+
 def near(y):
     return (y[:, 0] > 0).long()
 
 
 MEET = {
+    "add, of rows in which the samples lie in two orders,": lambda y: of_channels(y, lambda z: z.repeat(3, 1)),
     "slice, of rows that a condition selects,": first_selected,
     "mean, of rows that a condition selects,": centred,
     "_softmax, of rows that a condition selects,": lambda y: y[y[:, 0] > 0].softmax(0),
@@ -143,6 +151,7 @@ MEET = {
 }
 
 APART = {
+    "marks of each sample, in its rows": lambda y: of_channels(y, lambda z: z.repeat_interleave(3, 0)),
     "a mean of each selected row": lambda y: centred(y, 1),
     "a feature of selected rows": with_selected,
     "all selected rows, in slices": in_slices,

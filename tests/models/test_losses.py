@@ -183,3 +183,9 @@ def test_the_line_for_causal_language_models_shifts_their_labels(line):
 def test_a_count_that_is_no_number_is_refused(count):
     with pytest.raises(PlanError, match="the count of a loss is no number"):
         sum_and_count((torch.tensor(3.0), count))
+
+
+def test_a_model_that_returns_its_own_loss_behind_the_logits_is_told_how_to_give_it():
+    output, targets = (torch.zeros(2, 3), torch.zeros(())), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(PlanError, match=r"loss=sw.MeanLoss\(lambda output, targets: output\[1\]\)"):
+        CrossEntropy()(output, targets)

@@ -209,9 +209,9 @@ class MetaValues(DispatchMode):
 
         A number in a text, as in ``experts[f"expert_{number}"]``, is written if its value is known. ``tolist`` and
         ``numpy`` read known values; while ``selects_all`` is set, numbers that only a real run has are ones for
-        ``tolist``, but not for NumPy, which may compute anything of them. Some calls ``x[...]`` are replaced by
-        others that say more or do not fail. A list of numbers that is a range becomes the copy of a slice, of which
-        more is known. A scalar that is too large becomes the last index once everything was selected: a loop over the
+        ``tolist``, and for NumPy if they are a few integers, as choices and counts are. Some calls ``x[...]`` are
+        replaced by others that say more or do not fail. A list of numbers that is a range becomes the copy of a slice,
+        of which more is known. A scalar that is too large becomes the last index once everything was selected: a loop over the
         experts of a mixture may then come to one more than there are, since a mask may have a row that no sample
         chooses (as DBRX's has).
         """
@@ -220,13 +220,18 @@ class MetaValues(DispatchMode):
         if function in TO_NUMBERS and args[0].is_meta:  # torch reads its memory, which no dispatch mode sees
             self.num_reads += 1
             values = self.values(args[0])
-            if values is None and function is not Tensor.tolist:
-                return function, args
+            is_few = args[0].numel() <= MOST_KEPT and not (args[0].is_floating_point() or args[0].is_complex())
+            if values is None and function is not Tensor.tolist and not is_few:
+                return function, args  # NumPy may compute anything of them
             return function, (self._unknown_numbers(args[0]) if values is None else values, *args[1:])
         if function is not Tensor.__getitem__ or not args[0].is_meta:
             return function, args
         x, index = args
         places = index if isinstance(index, tuple) else (index,)
+        masks = [isinstance(each, Tensor) and each.dtype is torch.uint8 and each.dim() > 0 for each in places]
+        if any(masks):  # a mask of older code, which torch takes for one, but not on the meta device
+            made = tuple(each.bool() if mask else each for each, mask in zip(places, masks, strict=True))
+            return function, (x, made)
         ranges = [_slice_of(each) for each in places]
         if sum(isinstance(each, list | Tensor) for each in places) == 1 and any(ranges):
             return _copied_slice, (x, tuple(new or old for new, old in zip(ranges, places, strict=True)))

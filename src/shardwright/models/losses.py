@@ -206,6 +206,11 @@ def check_tensors(output: object, targets: object, loss: str) -> None:
         if value is output and part.strip("[].'") == "logits" and isinstance(targets, Tensor) and targets.dim() > 1:
             fix += ".\n           Labels of causal language models are the tokens themselves, which the model shifts:"
             fix += f"\n           loss=sw.ModelLoss(), or {loss}(output{part}[:, :-1], targets[:, 1:])"
+        own = [n for n, each in enumerate(value if value is output and isinstance(value, tuple | list) else ())
+               if isinstance(each, Tensor) and not each.dim()]  # fmt: skip
+        if own:
+            fix += ".\n           If the model takes the targets too, and gives the mean of its own loss over them:"
+            fix += f"\n           loss=sw.MeanLoss(lambda output, targets: output[{own[0]}])"
         if what == "the targets" and value is None:
             fix = "give batches of pairs (inputs, targets)"
         raise PlanError(f"the loss takes one tensor as {what}", given=given, allowed="a tensor", fix=fix)

@@ -47,7 +47,8 @@ def torch_errors_explained(plan: Plan) -> Iterator[None]:
     """Returns a context in which errors of torch that a layout has brought about are raised as PlanErrors.
 
     These are operators that do not run in bf16 or fp16, or not on tensors of two dtypes, and a BatchNorm on a
-    microbatch of its own with one value for each channel. Other errors are raised as they are.
+    microbatch of its own with one value for each channel, and forwards that write to weights which the backward of an
+    earlier microbatch still needs. Other errors are raised as they are.
     """
     precision, layout = plan.layout.precision, plan.layout
     try:
@@ -61,6 +62,14 @@ def torch_errors_explained(plan: Plan) -> Iterator[None]:
                 given=given,
                 allowed="microbatches of several samples, or channels of more than one pixel",
                 fix="use fewer microbatches, larger batches, or GroupNorm",
+            ) from failure
+        if plan.mesh["pp"] > 1 and layout.num_microbatches > 1 and "modified by an inplace operation" in text:
+            raise PlanError(
+                "a forward writes to a tensor that the backward of an earlier microbatch needs as it was",
+                given=given,
+                allowed="writes to a weight in the forward, as of layers that normalize theirs, where each microbatch "
+                "runs its backward before the next one's forward: under dp, tp, mb and pp with one microbatch",
+                fix="compute the changed weight anew, as weight = F.normalize(self.weight); or leave out pp, or mb",
             ) from failure
         is_torchs = not isinstance(failure, ValueError) or text.startswith("RNN input dtype")
         if precision != "fp32" and is_torchs and _DTYPES.search(text):

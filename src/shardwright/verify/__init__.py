@@ -179,7 +179,7 @@ def _may_be_of_dtype(failure: LayoutError | PlanError) -> bool:
     So may the refusal of a layout be, where the forward cannot be recorded: its code may assert a dtype.
     """
     is_torchs = isinstance(failure.__cause__, RuntimeError)
-    return is_torchs or "cannot be recorded" in str(failure) or " the parameter '" in failure.what
+    return is_torchs or "not be recorded" in str(failure) or " the parameter '" in failure.what
 
 
 def _only_in_float32(model: nn.Module, loss: nn.Module, batch: Batch) -> str:

@@ -153,27 +153,30 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
         gathered, num_more = {}, 0
     if cut.num_elements + num_more >= LEAST * sum(prod(use.shape) for use in recording.parameters.values()):
         return GraphCuts(found, readers, in_lists, frozenset(gathered))
-    by_module = _cut_by_module(model, recording, size, {*found, *kept, *in_lists}, readers)
-    more_shards = {name: shard for shards in by_module.values() for name, shard in shards.items()}
-    return GraphCuts(found | more_shards, readers, in_lists, frozenset((*gathered, *by_module)))
+    by_module = _cut_by_module(model, recording, size, {*kept, *in_lists}, found, gathered, readers)
+    for shards in by_module.values():
+        found |= shards
+    return GraphCuts(found, readers, in_lists, frozenset((*gathered, *by_module)))
 
 
 def _cut_by_module(
-    model: nn.Module, recording: Recording, size: int, taken: Collection[str], readers: Mapping[str, Collection[str]]
-) -> dict[str, dict[str, TensorShard]]:
+    model: nn.Module, recording: Recording, size: int, kept: Collection[str], cut: Collection[str],
+    gathered: Collection[str], readers: Mapping[str, Collection[str]],
+) -> dict[str, dict[str, TensorShard]]:  # fmt: skip
     """Returns the shards of modules that are cut each by itself, whose outputs all ranks then gather, by path.
 
-    These are modules without others inside that have matrices or tables, whose parameters nobody else reads and which
-    are not among ``taken``. What the model makes of their outputs does not matter.
+    These are modules with matrices or tables that nobody else reads and that are not among ``kept``, of which less than
+    half is ``cut`` already. What the model makes of their outputs does not matter.
     """
     inside, found = recording.of_modules(), {}
     for path, module in model.named_modules():
-        own = {f"{path}.{name}": p for name, p in module.named_parameters(recurse=False)}
-        is_cuttable = path in inside and any(p.dim() > 1 for p in own.values()) and not any(module.children())
-        if not is_cuttable or has_hooks(module) or any(name in taken or readers.get(name) != {path} for name in own):
+        own = {f"{path}.{name}": p.numel() for name, p in module.named_parameters(recurse=False) if p.dim() > 1}
+        is_cut = sum(number for name, number in own.items() if name in cut) >= LEAST * sum(own.values())
+        if path not in inside or path in gathered or is_cut or has_hooks(module):
             continue
-        shards = _cut(inside[path], axes_of(inside[path]), size, ()).shards
-        if shards:
+        others = {name for name in inside[path].parameters if name in kept or readers.get(name) != {path}}
+        shards = _cut(inside[path], axes_of(inside[path]), size, others).shards
+        if any(name in shards and name not in cut for name in own):
             found[path] = shards
     return found
 
