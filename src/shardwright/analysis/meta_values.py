@@ -211,9 +211,9 @@ class MetaValues(DispatchMode):
         ``numpy`` read known values; while ``selects_all`` is set, numbers that only a real run has are ones for
         ``tolist``, and for NumPy if they are a few integers, as choices and counts are. Some calls ``x[...]`` are
         replaced by others that say more or do not fail. A list of numbers that is a range becomes the copy of a slice,
-        of which more is known. A scalar that is too large becomes the last index once everything was selected: a loop over the
-        experts of a mixture may then come to one more than there are, since a mask may have a row that no sample
-        chooses (as DBRX's has).
+        of which more is known. A scalar that is too large becomes the last index once everything was selected: a loop
+        over the experts of a mixture may then come to one more than there are, since a mask may have a row that no
+        sample chooses (as DBRX's has).
         """
         if function is Tensor.__format__ and args[0].is_meta and not args[0].dim():
             return _formatted, args
