@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import verify
-from shardwright.errors import PlanError
+from shardwright.errors import LayoutError, PlanError
 from shardwright.models import MeanSquaredError
+from shardwright.models.model_loss import ModelLoss
 from shardwright.strategies.tensor_parallel.shards_plan import share_cut
 
 WIDTH, HIDDEN = 8, 32
@@ -103,6 +104,47 @@ def test_the_size_of_a_row_of_a_weight(line):
     check(nn.Sequential(FanInBlock(), FanInBlock()), line, least=0.9)
 
 
+class Rotates(nn.Module):
+    """Has a forward that nobody calls, and a method that gives its table, as the embeddings of EVA and DINOv3."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(12, 2 * WIDTH), persistent=False)
+
+    def embeddings(self):
+        return self.table.chunk(2, -1)
+
+    def forward(self, x):
+        return x * self.table[0, :WIDTH]
+
+
+class Turned(Block):
+    def forward(self, x, turns):
+        one, other = turns
+        rest = x[:, -12:]
+        return super().forward(torch.cat([x[:, :-12], rest * one + rest.flip(-1) * other], 1))
+
+
+class WithToken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turns, self.token = Rotates(), nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.first, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Turned() for _ in range(4))
+
+    def forward(self, x):
+        x = torch.cat([self.token.expand(len(x), -1, -1), self.first(x)], 1)
+        turns = self.turns.embeddings()
+        for block in self.blocks:
+            x = block(x, turns)
+        return x[:, 1:]
+
+
+@pytest.mark.parametrize("line", ["pp2/1f1b mb2", "pp2/1f1b tp2", "tp2"])
+def test_a_table_that_a_method_gives(line):
+    torch.manual_seed(0)
+    check(WithToken(), line)
+
+
 class Typed(nn.Module):
     """Converts positions to the type of the activations, whose name it asks for, between the modules of stages."""
 
@@ -169,3 +211,77 @@ def test_an_error_in_both_dtypes_is_told_of_both():
     with pytest.raises(RuntimeError) as failure:
         verify(Block(before=lambda x: x.half()), "dp2", tokens(), loss=MeanSquaredError())
     assert "In float32 plain torch has no result either" in failure.value.__notes__[0]
+
+
+class OwnLoss(nn.Module):
+    """Reconstructs its input, and returns the mean of its own loss, as ``give`` says."""
+
+    def __init__(self, give):
+        super().__init__()
+        self.layer, self.give = nn.Linear(WIDTH, WIDTH), give
+
+    def forward(self, x):
+        output = self.layer(x)
+        return self.give(output, (output - x).square().mean())
+
+
+OUTPUTS = {
+    "alone": lambda output, loss: loss,
+    "in a dict": lambda output, loss: {"loss": loss},
+    "behind the output": lambda output, loss: (output, loss),
+    "in front of it": lambda output, loss: (loss, output),
+}
+
+
+@pytest.mark.parametrize("line", ["dp2", "mb3", "tp2", "pp1 dp3"])
+@pytest.mark.parametrize("how", OUTPUTS)
+def test_a_model_that_learns_without_labels_and_returns_its_loss(how, line):
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(5, WIDTH)}
+    verdict = verify(OwnLoss(OUTPUTS[how]), line, [batch] * 2, loss=ModelLoss("x", over="samples"))
+    assert verdict.equal, str(verdict)
+
+
+def test_the_message_about_missing_labels_says_how_a_model_learns_without():
+    with pytest.raises(PlanError, match=r"loss=sw.ModelLoss\('x', over='samples'\)"):
+        verify(OwnLoss(OUTPUTS["alone"]), "dp2", [{"x": torch.randn(5, WIDTH)}], loss=ModelLoss())
+
+
+class Normalizes(nn.Module):
+    """Keeps the statistics of the inputs in its first call, and gives them back in its last, as RevIN does."""
+
+    def forward(self, x, mode):
+        if mode == "norm":
+            self.mean = x.mean(1, keepdim=True).detach()
+            return x - self.mean
+        return x + self.mean
+
+
+class Routes(Block):
+    """Its code depends on values, so that stages are made of traced calls."""
+
+    def forward(self, x):
+        y = self.up(x)
+        mask = torch.zeros_like(y)
+        mask[(y > 0).nonzero(as_tuple=True)] = 1
+        return x + self.down(y * mask)
+
+
+class Forecasts(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.normalize, self.blocks = Normalizes(), nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x):
+        x = self.normalize(x, "norm")
+        for block in self.blocks:
+            x = block(x)
+        return self.normalize(x, "denorm")
+
+
+@pytest.mark.parametrize("line", ["pp2/1f1b", "pp2/1f1b mb2"])
+def test_a_module_that_keeps_values_between_its_calls_is_on_one_stage_or_refused_by_name(line):
+    torch.manual_seed(0)
+    check(Forecasts(Block), line)
+    with pytest.raises(LayoutError, match=r"keeps what one of its calls computes in an attribute|on hidden ways"):
+        check(Forecasts(Routes), line)

@@ -30,8 +30,8 @@ class ModelLoss(nn.Module):
     """The loss that a model itself computes from labels among its inputs, as models of transformers do.
 
     A batch is a mapping, such as a ``BatchEncoding``: the model is called as ``model(**batch)`` and returns its mean
-    loss as ``output.loss``, as ``output["loss"]`` or first in a tuple. ``labels`` is the key of the labels, of which
-    those equal to ``ignore_index`` are not counted.
+    loss alone, as ``output.loss``, as ``output["loss"]``, first in a tuple, or as the one number in a tuple, as in
+    ``logits, loss``. ``labels`` is the key of the labels, of which those equal to ``ignore_index`` are not counted.
 
     ``shifted`` says that the model predicts the next token, and so leaves out the first label of each sequence. By
     default the ``loss_type`` of a model of transformers, or the loss that its forward calls, says so where one class of
@@ -40,7 +40,8 @@ class ModelLoss(nn.Module):
     would weigh ranks with fewer targets wrongly, so a model that does not say is an error for labels of sequences.
 
     ``over="samples"`` says that the loss is a mean over samples, however many labels each has, as the CTC loss of
-    speech models with ``ctc_loss_reduction="mean"`` is.
+    speech models with ``ctc_loss_reduction="mean"`` is. ``labels`` may then be any input with a row for each sample,
+    as where a model learns without labels: ``ModelLoss("images", over="samples")`` for batches ``{"images": images}``.
 
     Layouts that cut the tokens of a sequence (``/seq``) need a loss on the logits instead: a shift would cross ranks.
 
@@ -98,11 +99,13 @@ class ModelLoss(nn.Module):
         given = f"{type(batch).__name__}" + (
             f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
         )
+        first = next(iter(batch), "images") if isinstance(batch, Mapping) else "images"
         raise PlanError(
             f"a batch has no '{self.labels}', from which the model computes its loss",
             given=given,
             allowed=f"a mapping of the model's named inputs, '{self.labels}' among them",
-            fix="write loss=sw.ModelLoss(labels=...), or a loss on the model's output: loss=sw.CrossEntropy()",
+            fix="write loss=sw.ModelLoss(labels=...), or a loss on the model's output: loss=sw.CrossEntropy(); if the "
+            f"model takes no labels, and its loss is a mean over samples: loss=sw.ModelLoss({first!r}, over='samples')",
         )
 
     def forward(self, output: Any, targets: Any) -> tuple[Tensor, Tensor]:
@@ -209,11 +212,15 @@ def loss_dtype(total: Tensor) -> torch.dtype:
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """Returns the loss in a model's output: its attribute or entry "loss", or the first of a tuple; None without one.
+    """Returns the loss in a model's output; None without one.
+
+    It is the output's attribute or entry "loss", the first number of a tuple, or the output itself if that is a number.
 
     >>> loss_in({"loss": torch.tensor(2.0), "logits": torch.ones(3)}), loss_in(torch.ones(3))
     (tensor(2.), None)
     """
+    if isinstance(output, Tensor) and not output.dim():
+        return output
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if found is None and isinstance(output, tuple) and output and isinstance(output[0], Tensor) and not output[0].dim():
         found = output[0]
@@ -222,12 +229,15 @@ def loss_in(output: Any) -> Tensor | None:
 
 def _loss_of(output: Any) -> Tensor:
     found = loss_in(output)
+    if found is None and isinstance(output, tuple):
+        numbers = [each for each in output if isinstance(each, Tensor) and not each.dim()]
+        found = numbers[0] if len(numbers) == 1 else None
     if found is None:
         named = f" with {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
         raise PlanError(
             "the model's output has no loss",
             given=f"{type(output).__name__}{named}",
-            allowed="an attribute or entry 'loss', or a tuple that begins with the loss",
+            allowed="an attribute or entry 'loss', a number alone, or a tuple in which it is first or the one number",
             fix="pass the labels among the inputs, or give a loss on the output: loss=sw.CrossEntropy()",
         )
     return found

@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 
 from shardwright.analysis.arguments import arguments_given
+from shardwright.analysis.call_graph import sites
+from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.reached import reached, unregistered_attributes
 from shardwright.analysis.same_results import difference_from_forward
 from shardwright.analysis.selected_values import crossing_selection
@@ -60,6 +62,8 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
         why = _held_elsewhere(job.model)
         if not why and job.example is not None:
             why = difference_from_forward(job.model, found.chunked, job.example)
+        if not why and job.graph is not None and (module := _keeps_between_stages(found, job.graph)):
+            why = f"'{module}' keeps what one of its calls computes in an attribute, for a call on another stage"
         if not why and (value := crossing_selection(found.chunked)):
             why = f"values decide how many rows '{value}' has, which one stage would send to another"
         if why:
@@ -118,6 +122,19 @@ def _check_writes(job: Job, stages: EventStages) -> None:
                 allowed="such code in a module that one stage runs whole, as in a layer's own forward",
                 fix="move the write into the forward of the module that has the parameter, or leave out pp",
             )
+
+
+def _keeps_between_stages(stages: Stages, graph: ModelGraph) -> str:
+    """Returns a module whose forward sets attributes and that several stages call, as RevIN's; "" if there is none."""
+    try:
+        keeping = {path for path, _ in graph.run.recording.set_attributes}
+    except Exception:  # of the user's own code: it cannot be recorded
+        return ""
+    chunks = defaultdict[str, set[int | None]](set)
+    for _, site in sites(stages.chunked.graph):
+        if site is not None:
+            chunks[site.module].add(stages.chunked.chunk_of.get(site))
+    return next((path for path in sorted(keeping) if len(chunks[path]) > 1), "")
 
 
 def _held_elsewhere(model: nn.Module) -> str:

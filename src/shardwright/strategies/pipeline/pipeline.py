@@ -149,11 +149,11 @@ class Pipeline:
         chunks_of = chunks_by_parameter(stages.chunked)
         used = {name for chunk in range(stages.num_chunks) for name in stages.chunked.weights_of(chunk)}
         # buffers that no chunk uses are on all stages, but those of modules that only other forwards call
-        spare = {
-            f"{path}.{name}"
-            for path in (stages.uncalled if isinstance(stages, EventStages) else ())
-            for name, _ in job.model.get_submodule(path).named_buffers()
-        }
+        spare = set[str]()
+        if isinstance(stages, EventStages):
+            named = ((path, job.model.get_submodule(path).named_buffers()) for path in stages.uncalled)
+            spare = {f"{path}.{name}" for path, buffers in named for name, _ in buffers}
+            spare -= stages.chunked.record.shared_buffers  # which code between modules reads, as by a method
         chunks_of = {n: c for n, c in chunks_of.items() if n in plan.compute or n in used or n in spare}
         holders = {name: sorted({schedule.stage_of[at] for at in chunks}) for name, chunks in chunks_of.items()}
         compute, state, buffers = dict(plan.compute), dict(plan.state), dict(plan.buffers)
