@@ -22,10 +22,10 @@ class Verdict:
     ``loss_error`` and the errors of gradients, parameters and buffers are the largest of each kind; parameters and
     buffers are compared only if the layout computes in float64, and their errors are 0 otherwise. ``parameters`` and
     ``steps`` count the gradients and steps that were compared, and ``world_size`` the ranks. ``presence`` is text on a
-    gradient that only one side has, or says that what differs may be rounding. ``shares`` is the share of the parameters that each factor of the layout cuts, and
-    ``flops`` that of the forward's FLOPs, where they are known; ``left_whole`` names the largest layers left whole by a
-    factor that cuts little, and pipeline stages that have nearly all. ``only_float32`` says why plain torch has no
-    result in float64, as its error, if it has one in float32.
+    gradient that only one side has, or on differences that may be rounding. ``shares`` is the share of the parameters
+    that each factor of the layout cuts, and ``flops`` that of the forward's FLOPs, where they are known; ``left_whole``
+    names the largest layers left whole by a factor that cuts little, and pipeline stages that have nearly all.
+    ``only_float32`` says why plain torch has no result in float64, as its error, if it has one in float32.
     """
 
     equal: bool
