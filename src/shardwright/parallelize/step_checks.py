@@ -63,7 +63,7 @@ def torch_errors_explained(plan: Plan) -> Iterator[None]:
                 allowed="microbatches of several samples, or channels of more than one pixel",
                 fix="use fewer microbatches, larger batches, or GroupNorm",
             ) from failure
-        if plan.mesh["pp"] > 1 and layout.num_microbatches > 1 and "modified by an inplace operation" in text:
+        if plan.stages is not None and layout.num_microbatches > 1 and "modified by an inplace operation" in text:
             raise PlanError(
                 "a forward writes to a tensor that the backward of an earlier microbatch needs as it was",
                 given=given,
