@@ -274,10 +274,8 @@ def test_a_verdict_names_the_layers_that_a_factor_leaves_whole_where_it_cuts_lit
     verdict = verify(Penalized(), "tp2", [batch()], loss=LOSS)
     assert verdict.equal
     assert verdict.shares["tp2"] < 0.5
-    text = (
-        "; warning: tp2 cuts 13.6 % of the parameters and 13.8 % of the FLOPs; whole are large (45.7 %: Linear: every"
-    )
-    assert f"{text} rank computes it" in str(verdict)
+    text = "; warning: tp2 cuts 13.6 % of the parameters and 13.8 % of the FLOPs; whole are large (45.7 %: its weights"
+    assert f"{text} are read by other code: every rank computes it whole)" in str(verdict)
 
 
 class SumInFloat32(nn.Module):
