@@ -151,6 +151,13 @@ MEET = {
 }
 
 APART = {
+    "shuffled channels beside others": lambda y: y + y.view(-1, 2, 2).transpose(1, 2).reshape(-1, 4),
+    "two orders in each sample": lambda y: (
+        y[:, :, None].expand(-1, 4, 3).reshape(len(y), 12) + y[:, None].expand(-1, 3, 4).reshape(len(y), 12)
+    ),
+    "rows of both, with the samples outermost": lambda y: (
+        y[:, :, None].expand(-1, 4, 3).reshape(-1, 1) + y[:, None].expand(-1, 3, 4).reshape(-1, 1)
+    ),
     "marks of each sample, in its rows": lambda y: of_channels(y, lambda z: z.repeat_interleave(3, 0)),
     "a mean of each selected row": lambda y: centred(y, 1),
     "a feature of selected rows": with_selected,

@@ -244,10 +244,76 @@ class Doubles(OfDiffusion):
         torch.autograd.backward(ctx.run_function(dy), dy)  # it does not come so far
 
 
-def test_a_checkpoint_that_changes_the_result_of_its_code_is_refused_by_name():
-    model = nn.Sequential(nn.Linear(8, 8), Plain(Doubles.apply))
+def test_a_checkpoint_that_changes_the_result_of_its_code_is_found_once_and_then_left_as_it_is():
+    model = nn.Sequential(nn.Linear(8, 8), Plain(lambda run, x: Doubles.apply(run, x)))
     with pytest.raises(PlanError, match="'Doubles' returns other tensors than the code inside of it"):
         call_model(model, torch.ones(2, 8))
+    assert type(call_model(model, torch.ones(2, 8)).grad_fn.next_functions[1][0]).__name__ == "DoublesBackward"
+
+
+def of_copies(before, behind):
+    """A checkpoint class that runs its code on what ``before`` makes of its input, and returns ``behind`` of it."""
+
+    def forward(ctx, run_function, x):
+        ctx.run_function, ctx.x = run_function, x
+        return behind(run_function(before(x)))
+
+    def backward(ctx, dy):
+        with torch.enable_grad():
+            x = ctx.x.detach().requires_grad_()
+            torch.autograd.backward(ctx.run_function(x), dy)
+        return None, x.grad
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("OfCopies", (torch.autograd.Function,), methods)
+
+
+def same(x):
+    return x
+
+
+COPIES = {
+    "detached inputs": (torch.Tensor.detach, same),
+    "cloned inputs": (torch.clone, same),
+    "detached outputs": (same, torch.Tensor.detach),
+    "cloned outputs": (same, torch.clone),
+}
+
+
+@pytest.mark.parametrize("line", ["dp2", "pp2/1f1b mb2", "mb2"])
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.filterwarnings("ignore:the backward of 'OfCopies' adds a term")
+def test_a_checkpoint_that_copies_what_it_is_given_or_returns_has_all_gradients(name, line):
+    torch.manual_seed(0)
+    again = of_copies(*COPIES[name])
+    blocks = [Plain(lambda run, x: again.apply(run, x)), Plain(lambda run, x: run(x))]
+    verdict = verify(nn.Sequential(nn.Linear(8, 8), *blocks, nn.Linear(8, 8)), line, [numbers()] * 2)
+    assert verdict.equal, str(verdict)
+
+
+class InsideAtOnce(nn.Module):
+    """A checkpoint whose code is another one at once, on activations that are cut."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.again = partial(KINDS[kind], self)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        def run(hidden):
+            return self.again(lambda each: self.down(each.relu()), hidden)
+
+        return x + self.again(run, self.up(x))
+
+
+@pytest.mark.parametrize("kind", ["torch's", "reentrant"])
+@pytest.mark.parametrize("line", ["tp2", "tp2x2/2d", "pp2/1f1b mb2 tp2"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_checkpoint_at_once_in_another_one_on_shards(line, kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), InsideAtOnce(kind), InsideAtOnce(kind), nn.Linear(8, 8))
+    verdict = verify(model, line, [numbers()] * 2)
+    assert verdict.equal, str(verdict)
 
 
 def test_outside_of_the_library_checkpoints_are_those_that_the_user_has_written():

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import _CheckpointFrame
 
@@ -113,9 +112,7 @@ def prepare_checkpoint(
 ) -> None:
     """Prepares the checkpoint inside of whose forward the caller's code runs, if any, for code that runs on shards.
 
-    The checkpoint compares the shapes that its forward saves with those that its backward computes again. The backward
-    reads them outside of the modes that give a shard the shape of the whole tensor, so from here on the checkpoint
-    compares local shapes. ``prepared(inputs)`` is called once for each checkpoint, with its positional inputs. It
+    ``prepared(inputs)`` is called once for each checkpoint, with its positional inputs. It
     returns a function that the backward calls with these inputs, for a context in which it runs the code again. If
     hooks around the checkpoint have saved the inputs, the backward has other tensors, without the attributes of the
     first ones.
@@ -123,8 +120,6 @@ def prepare_checkpoint(
     frame = _frame_of(saved_by())
     if frame is None:
         return
-    if not isinstance(frame.metadata_fn, _LocalShape | None):
-        frame.metadata_fn = _LocalShape(frame.metadata_fn)
     if isinstance(frame.recompute_fn, _Prepared):
         return
     caller: FrameType | None = sys._getframe(1)
@@ -152,17 +147,6 @@ class _Prepared:
     def __call__(self, *inputs: Any) -> Any:
         with self._prepare(inputs):
             return self.function(*inputs)
-
-
-class _LocalShape:
-    """Calls a function with a tensor while torch function modes are off, so that it reads a shard's local shape."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        self._function = function
-
-    def __call__(self, tensor: Tensor) -> Any:
-        with torch._C.DisableTorchFunction():
-            return self._function(tensor)
 
 
 def _frame_of(hook: Any) -> _CheckpointFrame | None:

@@ -203,9 +203,10 @@ class Recording:
         return next((use.shape[0] for use in self.inputs if use.shape), 1)
 
     def of_modules(self) -> dict[str, Recording]:
-        """Returns, for each module whose own code ran operators, a recording of these alone; what they took are inputs.
+        """Returns, for each module whose own code ran operators, a recording of these alone.
 
-        It has the parameters that these calls read, and no outputs.
+        What they took of other modules are its inputs. What they gave to others, also to modules inside, is no output
+        of it, and its parameters are those that the operators read.
         """
         calls = defaultdict[str, list[RecordedCall]](list)
         for call in self.calls:

@@ -12,9 +12,10 @@ diffusion models, fairscale and others define their own, as a ``CheckpointFuncti
 
 Torch runs such a function as a whole: a plan sees one operator where there are many, so none of them can be cut, and a
 pipeline cannot be cut inside. Run by the other kind of checkpoint, the operators are those of the code, and memory and
-gradients are the same. Which functions are meant is told by their code: a ``forward`` that sets ``ctx.run_function``.
-One that takes gradients of what it is given alone (``torch.autograd.grad``), and is given no parameters, trains none,
-and stays as it is.
+gradients are the same. Which functions are meant is told by their code: a ``forward`` that names ``run_function``, the
+attribute of ``ctx``. Three kinds stay as they are: those that take gradients of what they are given alone
+(``torch.autograd.grad``) and are given no parameters, so that they train none; those that run the code on other tensors
+than they are given, as on copies; and those that return others than the code does.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
+from inspect import unwrap
 from threading import Lock, local
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.utils.checkpoint
@@ -38,13 +41,15 @@ FUNCTION = "run_function"
 """The attribute of ``ctx`` in which reentrant checkpoints, torch's and others, keep the function."""
 
 _OF_THREAD = local()
-_LOOKED_AT = set[type[Function]]()
+_LOOKED_AT = WeakSet[type[Function]]()
+_LEFT_ALONE = WeakSet[type[Function]]()
+"""The classes of which it was found that they run code on other tensors, or return others than the code does."""
 _LOOKING = Lock()
 
 
 @contextmanager
 def without_reentry() -> Iterator[None]:
-    """Returns a context in which this thread runs reentrant checkpoints as those of torch that are not.
+    """Returns a context in which this thread runs reentrant checkpoints as torch's checkpoints without reentry.
 
     The first time that it meets a class of such functions, it replaces the ``apply`` of that class. Outside of the
     context the replacement only calls the one before.
@@ -96,20 +101,22 @@ def _replaced(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_checkpoint(function: type[Function]) -> bool:
-    """Returns whether the class's forward sets ``ctx.run_function``."""
-    return FUNCTION in _names(function, "forward") and not _is_setup_context_defined(function.setup_context)
+    """Returns whether the class's forward sets ``ctx.run_function``, and nothing is known against it."""
+    is_known = FUNCTION in _names(function, "forward") and function not in _LEFT_ALONE
+    return is_known and not _is_setup_context_defined(function.setup_context)
 
 
 def _names(function: type[Function], method: str) -> tuple[str, ...]:
     """Returns the names of globals and attributes that a method of the class uses."""
-    found: tuple[str, ...] = getattr(getattr(getattr(function, method), "__code__", None), "co_names", ())
+    found: tuple[str, ...] = getattr(getattr(unwrap(getattr(function, method)), "__code__", None), "co_names", ())
     return found
 
 
 def _checkpointed(function: type[Function], plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Runs a reentrant checkpoint as one without reentry; if nothing inside of it is trained, by ``plain``.
+    """Runs a reentrant checkpoint as one without reentry, or by ``plain``, if it is one of those that stay as they are.
 
-    Raises: PlanError: the forward of the class returns other tensors than the code that it runs.
+    Raises: PlanError: the forward of the class returns other tensors than the code that it runs. That is known only
+        when the code has run, so this call fails; later ones run by ``plain``. A record that fails is made again.
     """
     place = next((number for number, arg in enumerate(args) if callable(arg) and not isinstance(arg, Tensor)), None)
     takes_given = "backward" not in _names(function, "backward")  # gradients of what it is given, and of no more
@@ -118,15 +125,23 @@ def _checkpointed(function: type[Function], plain: Callable[..., Any], args: tup
     made: list[Tensor] = []
 
     def run(*inputs: Any, **named: Any) -> Any:
+        for each in (*inputs, *named.values()):
+            if isinstance(each, Tensor) and not any(each is arg for arg in args):  # its gradient would end here
+                raise _OtherInputsError
         with torch.enable_grad():
             code = partial(_run, args[place], named)
             found = torch.utils.checkpoint.checkpoint(code, *inputs, use_reentrant=False)
         made.extend(leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
         return found
 
-    with torch.no_grad():  # as torch runs it
-        output = function.forward(_Context(args), *args[:place], run, *args[place + 1 :])
+    try:
+        with torch.no_grad():  # as torch runs it
+            output = function.forward(_Context(args), *args[:place], run, *args[place + 1 :])
+    except _OtherInputsError:
+        _LEFT_ALONE.add(function)
+        return plain(*args)
     if any(isinstance(leaf, Tensor) and not any(leaf is each for each in made) for leaf in tree_leaves(output)):
+        _LEFT_ALONE.add(function)
         raise PlanError(
             f"the checkpoint '{function.__name__}' returns other tensors than the code inside of it",
             given="an autograd function that runs code again in its backward, and changes what the code returns",
@@ -145,6 +160,10 @@ def _run(code: Callable[..., Any], named: dict[str, Any], *inputs: Any) -> Any:
     """Runs the code of a checkpoint: in the forward, and again in the backward, which a thread of autograd may run."""
     with without_reentry():
         return code(*inputs, **named)
+
+
+class _OtherInputsError(Exception):
+    """Raised before the code of a checkpoint runs on tensors that the checkpoint was not given."""
 
 
 class _Context:

@@ -187,26 +187,30 @@ def _cut_at(axis: DimAxis, start: int) -> tuple[DimAxis, DimAxis] | None:
     return None
 
 
-def unify(one: DimAxis, other: DimAxis) -> bool:
+TwoOrders = tuple[list[DimAxis], list[DimAxis]]
+"""The factors of one dim, slowest first, and those of another, of the same sizes in another order."""
+
+
+def unify(one: DimAxis, other: DimAxis) -> list[TwoOrders]:
     """Notes that the dims of ``one`` and ``other``, of equal size, must be sharded alike, by merging the two in place.
 
     Both are split into the same factors and concatenated parts. Those that cannot be matched are marked as needed
-    whole: they are not sharded. Returns whether some of these are factors of the same sizes in two orders.
+    whole: they are not sharded. Returns pairs of lists of factors, slowest first, of the same sizes in two orders.
 
     >>> columns, heads, width = DimAxis(12), DimAxis(3), DimAxis(4)
     >>> unify(columns, _product([heads, width]))
-    False
+    []
     >>> columns
     (3 4)
     >>> fused = _concatenation([DimAxis(12), DimAxis(12)])
     >>> unify(fused, _concatenation([columns, columns]))
-    False
+    []
     >>> fused
     [(3 4) (3 4)]
     """
     one, other = root(one), root(other)
     if one is other or one.size <= 1:
-        return False
+        return []
     assert one.size == other.size, f"{one} and {other} have other sizes"
     if other.is_leaf and not one.is_leaf:
         one, other = other, one
@@ -215,7 +219,7 @@ def unify(one: DimAxis, other: DimAxis) -> bool:
             if one.whole:
                 _need_whole(other, one.whole)
             one.link = other
-        return False
+        return []
     if one.parts is not None and other.parts is not None:
         return _unify_parts(one, other)
     return _unify_factors(one, other)
@@ -226,35 +230,37 @@ def _opened(axes: list[DimAxis], end: int) -> DimAxis:
     return root(axes.pop(end))
 
 
-def _unify_factors(one: DimAxis, other: DimAxis) -> bool:
-    left, right, in_two_orders = _factors(one), _factors(other), False
+def _unify_factors(one: DimAxis, other: DimAxis) -> list[TwoOrders]:
+    left, right, in_two_orders = _factors(one), _factors(other), list[TwoOrders]()
     while left and right:
         a, b = _opened(left, -1), _opened(right, -1)
         if a.factors is not None or b.factors is not None:  # it was split since the list was made
             left += _factors(a)
             right += _factors(b)
         elif a.size == b.size:
-            in_two_orders |= unify(a, b)
+            in_two_orders += unify(a, b)
         else:
             fast = gcd(a.size, b.size)
             if fast == 1 or not all(each.size == fast or _split_off(each, fast) for each in (a, b)):
                 for each in (*left, *right, a, b):
                     _need_whole(each, MISMATCH)
-                sizes, others = ([each.size for each in of] for of in ((*left, a), (*right, b)))
-                return in_two_orders or sorted(sizes) == sorted(others)
+                one_way, another = [*left, a], [*right, b]
+                if Counter(each.size for each in one_way) == Counter(each.size for each in another):
+                    in_two_orders.append((one_way, another))
+                return in_two_orders
             left += _factors(a)
             right += _factors(b)
     return in_two_orders
 
 
-def _unify_parts(one: DimAxis, other: DimAxis) -> bool:
-    left, right, in_two_orders = _parts(one), _parts(other), False
+def _unify_parts(one: DimAxis, other: DimAxis) -> list[TwoOrders]:
+    left, right, in_two_orders = _parts(one), _parts(other), list[TwoOrders]()
     while left and right:
         a, b = _opened(left, 0), _opened(right, 0)
         if a.parts is not None or b.parts is not None:
             left[:0], right[:0] = _parts(a), _parts(b)
         elif a.size == b.size:
-            in_two_orders |= unify(a, b)
+            in_two_orders += unify(a, b)
         else:
             big, small, rest = (a, b, left) if a.size > b.size else (b, a, right)
             found = _cut_at(big, small.size)
@@ -262,7 +268,7 @@ def _unify_parts(one: DimAxis, other: DimAxis) -> bool:
                 for each in (*left, *right, a, b):
                     _need_whole(each, MISMATCH)
                 return in_two_orders
-            in_two_orders |= unify(found[0], small)
+            in_two_orders += unify(found[0], small)
             rest.insert(0, found[1])
     return in_two_orders
 
@@ -284,12 +290,13 @@ class RunAxes:
     """Which dims of the tensors of a recorded forward must be sharded alike, and which operators sum over such dims.
 
     Dims that must be sharded alike share a :class:`DimAxis`. ``uses`` has the operators that sum over one, or look up
-    rows of a table by it; ``in_two_orders`` those of whose tensors one has the factors of a dim in another order.
+    rows of a table by it; ``in_two_orders`` those of whose tensors one has the factors of a dim in another order, with
+    both.
     """
 
     dims: dict[TensorUse, list[DimAxis]] = field(default_factory=dict)
     uses: list[AxisUse] = field(default_factory=list)
-    in_two_orders: list[RecordedCall] = field(default_factory=list)
+    in_two_orders: list[tuple[RecordedCall, TwoOrders]] = field(default_factory=list)
 
     def of(self, tensor: TensorUse) -> list[DimAxis]:
         """Returns, for each dim of a tensor, its :class:`DimAxis`; dims with the same one must be sharded alike.
@@ -344,8 +351,8 @@ def axes_of(recording: Recording) -> RunAxes:
         for tensor, dims in zip(tensors, (*relation.operands, *relation.results), strict=True):
             if dims is not None and tensor.kind != "constant":
                 for axis, dim in zip(found.of(tensor), dims, strict=True):
-                    if axis.size > 1 and unify(axis, _axis(dim, axes)):
-                        found.in_two_orders.append(call)
+                    if axis.size > 1:
+                        found.in_two_orders += [(call, each) for each in unify(axis, _axis(dim, axes))]
         scores = relation.operands[0] if id(call) in classes else None
         of_classes = scores[classes[id(call)]] if scores is not None else ()
         for letter, (axis, role) in enumerate(zip(axes, relation.letters.roles, strict=True)):

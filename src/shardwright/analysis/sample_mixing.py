@@ -171,9 +171,10 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
     for name, use in recording.new_buffers.items():
         if use in sums:
             found[name.rpartition(".")[0], f"a {sums[use].name}, with which it changes the buffer '{name}',"] = None
-    for call in axes.in_two_orders:  # samples and others make up one dim, in two orders
-        meets = any(map(any, map(of_batch, (*call.operands, *call.results))))
-        if meets and not leading.isdisjoint(call.results) and any(use.has_fractions for use in call.results):
+    for call, orders in axes.in_two_orders:  # samples and others make up one dim, in two orders
+        one, other = ([place for place, axis in enumerate(each) if batch.intersection(leaves(axis))] for each in orders)
+        meets = bool(one and other) and one != other and any(use.has_fractions for use in call.results)
+        if meets and not leading.isdisjoint(call.results):
             found[call.module, f"{call.name}, of rows in which the samples lie in two orders,"] = None
     for module, use in recording.read:
         if use in sums:

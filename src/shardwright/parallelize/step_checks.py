@@ -46,7 +46,7 @@ def check_full(model: nn.Module, plan: Plan, num_global: int) -> None:
 def torch_errors_explained(plan: Plan) -> Iterator[None]:
     """Returns a context in which errors of torch that a layout has brought about are raised as PlanErrors.
 
-    These are operators that do not run in bf16 or fp16, or not on tensors of two dtypes, and a BatchNorm on a
+    These are operators that do not run in bf16 or fp16, or not on tensors of two dtypes, a BatchNorm on a
     microbatch of its own with one value for each channel, and forwards that write to weights which the backward of an
     earlier microbatch still needs. Other errors are raised as they are.
     """

@@ -73,7 +73,7 @@ class GraphCuts:
 
     A module that asks for the shape of a parameter counts as one that reads it. ``held`` are the parameters that other
     code holds directly, which stay whole, and those of recurrent layers, which keep a list of them: none is replaced
-    for a forward. ``gathered`` are the paths of linear layers whose outputs are all-gathered at once.
+    for a forward. ``gathered`` are the paths of modules whose outputs are all-gathered at once.
     """
 
     shards: Mapping[str, TensorShard]

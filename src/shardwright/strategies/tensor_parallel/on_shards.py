@@ -182,7 +182,7 @@ def _norm_on_shards(
 def _gather_output(
     mode: ShardsMode, held: Sequence[HeldShard], output: OutputShards | None, again: CheckpointedCode, forward: Forward
 ) -> Forward:  # fmt: skip
-    """Wraps a module that is cut by itself: this rank computes a part of the output, and gathers those of all ranks."""
+    """Wraps a module that is cut alone: this rank computes its part of the output, and gathers those of all ranks."""
 
     def gather_output(*args: Any, **named: Any) -> Any:
         outputs = forward(*args, **named)

@@ -83,7 +83,7 @@ def run_on_shards(mode: ShardsMode, buffers: Sequence[HeldShard]) -> Iterator[No
 
 @dataclass(eq=False)
 class CheckpointedCode:
-    """Runs code on tensor shards again that a model passes to a checkpoint, in a backward without the model around it.
+    """Runs the code of a checkpoint on tensor shards again, in a backward: no forward of the model is around it then.
 
     ``fetched`` are the weights that are all-gathered around the code that runs now, each with what fetches it.
     ``mode`` is None if only samples are cut; ``buffers`` are those that code may replace.
@@ -120,12 +120,12 @@ class CheckpointedCode:
     def around(self, fetched: Sequence[tuple[HeldShard, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
         """Returns a context in which the weights are all-gathered."""
         before = [(each, each.store[each.name]) for each, _ in fetched]
-        for (each, tensor), (_, fetch) in zip(before, fetched, strict=True):
-            each.store[each.name] = whole = fetch(tensor)
-            whole._is_param = True  # what torch and code take for a parameter
-            tag(whole, each.shard)
         self.fetched += fetched
         try:
+            for (each, tensor), (_, fetch) in zip(before, fetched, strict=True):
+                each.store[each.name] = whole = fetch(tensor)
+                whole._is_param = True  # what torch and code take for a parameter
+                tag(whole, each.shard)
             yield
         finally:
             del self.fetched[len(self.fetched) - len(fetched) :]

@@ -10,6 +10,7 @@ A call is planned once for each signature: the function, the shards and shapes o
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -172,6 +173,8 @@ class ShardsMode(TorchFunctionMode):
         shard = tagged(args[0]) if args and isinstance(args[0], Tensor) else None
         if shard is not None:
             size = _SIZES_OF_WHOLE.get(func)
+            if size is not None and sys._getframe(2).f_globals.get("__name__") == "torch.utils.checkpoint":
+                return func(*args, **named)  # it compares the shapes of shards, here and where this mode is off
             if size is not None:
                 return size(shard)
             if func is Tensor.size:
