@@ -151,6 +151,8 @@ MEET = {
 }
 
 APART = {
+    "two orders in what is not returned": lambda y: (of_channels(y, lambda z: z.repeat(3, 1)), y)[1],
+    "two orders of counts": lambda y: (y, of_channels((y > 0).long(), lambda z: z.repeat(3, 1))),
     "shuffled channels beside others": lambda y: y + y.view(-1, 2, 2).transpose(1, 2).reshape(-1, 4),
     "two orders in each sample": lambda y: (
         y[:, :, None].expand(-1, 4, 3).reshape(len(y), 12) + y[:, None].expand(-1, 3, 4).reshape(len(y), 12)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import verify
+from shardwright.analysis.model_graph import ModelGraph
 from shardwright.errors import LayoutError, PlanError
 from shardwright.models import MeanSquaredError
 from shardwright.models.model_loss import ModelLoss
@@ -57,6 +58,12 @@ def test_a_number_that_numpy_reads_of_an_activation(line):
     torch.manual_seed(0)
     blocks = [Block(strongest_period, lambda x: functional.dropout(x.flatten(0, 1), 0.1).view(x.shape)) for _ in "ab"]
     check(nn.Sequential(*blocks), line, least=0.9 if "tp" in line else 0.0)
+
+
+def test_fractions_that_numpy_reads_are_not_guessed():
+    model = Block(inside=lambda hidden: hidden * float(hidden.detach().mean().numpy()))
+    with pytest.raises(TypeError, match="meta"):
+        _ = ModelGraph(model, torch.empty(2, WIDTH)).run
 
 
 class Masked(Block):
