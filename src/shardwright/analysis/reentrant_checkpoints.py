@@ -138,7 +138,7 @@ def _checkpointed(function: type[Function], plain: Callable[..., Any], args: tup
     def run(*inputs: Any, **named: Any) -> Any:
         for each in (*inputs, *named.values()):
             if isinstance(each, Tensor) and not any(each is arg for arg in args):  # its gradient would end here
-                raise _OtherInputsError
+                raise _OtherTensorError
         with torch.enable_grad():
             code = partial(_run, args[place], named)
             found = torch.utils.checkpoint.checkpoint(code, *inputs, use_reentrant=False)
@@ -148,7 +148,7 @@ def _checkpointed(function: type[Function], plain: Callable[..., Any], args: tup
     try:
         with torch.no_grad():  # as torch runs it
             output = function.forward(_Context(args), *args[:place], run, *args[place + 1 :])
-    except _OtherInputsError:
+    except _OtherTensorError:
         _LEFT_ALONE.add(function)
         return plain(*args)
     if any(isinstance(leaf, Tensor) and not any(leaf is each for each in made) for leaf in tree_leaves(output)):
@@ -173,7 +173,7 @@ def _run(code: Callable[..., Any], named: dict[str, Any], *inputs: Any) -> Any:
         return code(*inputs, **named)
 
 
-class _OtherInputsError(Exception):
+class _OtherTensorError(Exception):
     """Raised before the code of a checkpoint runs on tensors that the checkpoint was not given."""
 
 
