@@ -192,9 +192,11 @@ def test_what_a_backward_of_the_users_own_sums_is_not_cut():
             up, down = self
             return down(Centred.apply(up(x)))
 
-    model = Alone(nn.Linear(6, 8), nn.Linear(8, 6)).to("meta")
-    run = ModelGraph(model, torch.empty(2, 6)).run
-    assert not graph_cuts(model, run.recording, run.axes, 2).shards
+    model = Alone(nn.Linear(6, 8), nn.Linear(8, 6))
+    assert verify(model, "tp2", [(torch.randn(4, 6), torch.randint(6, (4,)))]).equal
+    run = ModelGraph(model.to("meta"), torch.empty(2, 6)).run
+    cuts = graph_cuts(model, run.recording, run.axes, 2)
+    assert (set(cuts.shards), cuts.gathered) == ({"1.weight", "1.bias"}, {"1"})  # the layer behind it, alone
 
 
 def test_a_function_between_stages_is_refused_and_not_run_without_its_backward():
