@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -38,9 +38,10 @@ class DimSlice:
 
 
 class _Checkpoint(Protocol):
-    """A checkpoint whose forward is running, and the function that its backward will call again."""
+    """A running checkpoint (``CheckpointCall``), which keeps things of its forward for its backward."""
 
-    function: Callable[..., Any]
+    def kept(self, name: str, kind: Any, within: Any) -> Any:
+        """Returns what is kept under ``name``; its backward runs inside of ``within`` of that."""
 
 
 _COUNTED = "_shardwright_counted"
@@ -143,27 +144,18 @@ class RngTracker:
         number = self._count(layer)
         if not torch.compiler.is_dynamo_compiling():
             for checkpoint in self.checkpoints():
-                self._counted_in(checkpoint).setdefault(layer, []).append(number)
+                counted = checkpoint.kept(_COUNTED, dict[str, list[int]], self._repeating)
+                counted.setdefault(layer, []).append(number)
         return number
 
-    def _counted_in(self, checkpoint: _Checkpoint) -> dict[str, list[int]]:
-        """Returns the numbers of the calls in a checkpoint, by layer; the first use makes its backward repeat them."""
-        if not hasattr(checkpoint.function, _COUNTED):
-            counted: dict[str, list[int]] = {}
-            again = checkpoint.function
-
-            @wraps(again)
-            def repeated(*args: Any, **named: Any) -> Any:
-                self._repeated.append({layer: iter(numbers) for layer, numbers in counted.items()})
-                try:
-                    return again(*args, **named)
-                finally:
-                    self._repeated.pop()
-
-            setattr(repeated, _COUNTED, counted)
-            checkpoint.function = repeated
-        found: dict[str, list[int]] = getattr(checkpoint.function, _COUNTED)
-        return found
+    @contextmanager
+    def _repeating(self, counted: Mapping[str, list[int]]) -> Iterator[None]:
+        """Returns a context in which a backward repeats calls: of each layer, those with these numbers, in order."""
+        self._repeated.append({layer: iter(numbers) for layer, numbers in counted.items()})
+        try:
+            yield
+        finally:
+            self._repeated.pop()
 
     def _count(self, layer: str) -> int:
         known = self._repeated[-1].get(layer) if self._repeated and self.repeats else None

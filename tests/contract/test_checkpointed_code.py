@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import pytest
 import torch
@@ -13,11 +11,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from contract.cases import CHECKS, NUM_SAMPLES, Case
+from contract.cases import CHECKS, NUM_SAMPLES, Pictures
 from shardwright import verify
 from shardwright.analysis.module_calls import call_model
 from shardwright.errors import PlanError
-from shardwright.models import CrossEntropy
 from shardwright.strategies.tensor_parallel.shards_plan import share_cut
 
 WIDTH, HEADS, VOCABULARY, TOKENS = 16, 4, 11, 5
@@ -118,18 +115,8 @@ class Language(nn.Module):
         return self.head(x)
 
 
-@dataclass(frozen=True, eq=False)
-class Tokens(Case):
-    """A model made by a function, on random tokens."""
-
-    config: object = None
-    loss: nn.Module = CrossEntropy()  # noqa: RUF009  # it has no state
-    make: Callable[[], nn.Module] = nn.Identity
-
-    @cached_property
-    def _built(self) -> nn.Module:
-        with torch.device("meta"):
-            return self.make().double()
+class Tokens(Pictures):
+    """A model made by a function, on random tokens in place of pictures."""
 
     @property
     def batches(self):

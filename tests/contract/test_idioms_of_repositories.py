@@ -217,7 +217,7 @@ def test_is_told_that_stages_run_other_microbatches_before_the_backward():
 def test_an_error_in_both_dtypes_is_told_of_both():
     with pytest.raises(RuntimeError) as failure:
         verify(Block(before=lambda x: x.half()), "dp2", tokens(), loss=MeanSquaredError())
-    assert "In float32 plain torch has no result either" in failure.value.__notes__[0]
+    assert "In float32 plain torch has no result:" in failure.value.__notes__[0]
 
 
 class OwnLoss(nn.Module):

@@ -11,8 +11,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import wraps
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -21,11 +22,16 @@ from torch.utils.checkpoint import _CheckpointFrame
 
 from shardwright.errors import PlanError
 
-_FUNCTIONS = ("recompute_fn", "run_function")
+OF_REENTRANT = "run_function"
+"""The attribute of ``ctx`` in which reentrant checkpoints, torch's and others, keep the function to call again."""
+_FUNCTIONS = ("recompute_fn", OF_REENTRANT)
 """The attributes under which a checkpoint keeps the function that a backward calls again.
 
 The first is that of torch's frames, the second that of the ``ctx`` of reentrant checkpoints, of torch's and others.
 """
+
+
+_T = TypeVar("_T")
 
 
 class CheckpointCall:
@@ -45,9 +51,9 @@ class CheckpointCall:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The function that the backward will call again. It can be set to another one.
+        """The user's function, which the backward calls again to recompute activations; another one can be set.
 
-        What :func:`prepare_checkpoint` has put around it stays around it.
+        A context that :func:`prepare_checkpoint` has put around the call stays around it.
         """
         found: Callable[..., Any] = getattr(self.place, self._name)
         return found.function if isinstance(found, _Prepared) else found
@@ -59,6 +65,25 @@ class CheckpointCall:
             found.function = function
         else:
             setattr(self.place, self._name, function)
+
+    def kept(self, name: str, kind: Callable[[], _T], within: Callable[[_T], AbstractContextManager[Any]]) -> _T:
+        """Returns what was kept with the function under ``name``, in the forward, for use in the backward.
+
+        The first call of a checkpoint keeps ``kind()``, an empty list or dict to be filled. The backward then calls the
+        function inside of the context ``within(kept)``.
+        """
+        if not hasattr(self.function, name):
+            again, made = self.function, kind()
+
+            @wraps(again)
+            def repeated(*args: Any, **named: Any) -> Any:
+                with within(made):
+                    return again(*args, **named)
+
+            setattr(repeated, name, made)
+            self.function = repeated
+        found: _T = getattr(self.function, name)
+        return found
 
 
 def checkpoint_call(within: CodeType) -> CheckpointCall | None:
@@ -112,15 +137,12 @@ def prepare_checkpoint(
 ) -> None:
     """Prepares the checkpoint inside of whose forward the caller's code runs, if any, for code that runs on shards.
 
-    ``prepared(inputs)`` is called once for each checkpoint, with its positional inputs. It
-    returns a function that the backward calls with these inputs, for a context in which it runs the code again. If
-    hooks around the checkpoint have saved the inputs, the backward has other tensors, without the attributes of the
-    first ones.
+    ``prepared(inputs)`` is called once for each checkpoint, with its positional inputs. It returns a function that the
+    backward calls with these inputs, for a context in which it runs the code again. If hooks around the checkpoint have
+    saved the inputs, the backward has other tensors, without the attributes of the first ones.
     """
     frame = _frame_of(saved_by())
-    if frame is None:
-        return
-    if isinstance(frame.recompute_fn, _Prepared):
+    if frame is None or isinstance(frame.recompute_fn, _Prepared):
         return
     caller: FrameType | None = sys._getframe(1)
     while caller is not None and caller.f_code is not _CHECKPOINT:

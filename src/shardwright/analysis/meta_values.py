@@ -147,7 +147,7 @@ class MetaValues(DispatchMode):
         """Whether results have values. Unset, none has: inside a function of torch whose own result has none."""
         self._guess, self._spread = guess, spread
         self._values: dict[ValueKey, Tensor] = {}
-        # the keys of each storage, until it is freed
+        # by the id of a storage, until that is freed: the keys in ``_values`` of the tensors that lie in it
         self._held: dict[int, tuple[weakref.ref[Any], list[ValueKey]]] = {}
         self._freed: deque[int] = deque()  # any thread may drop the last reference
 

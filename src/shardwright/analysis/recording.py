@@ -203,10 +203,10 @@ class Recording:
         return next((use.shape[0] for use in self.inputs if use.shape), 1)
 
     def of_modules(self) -> dict[str, Recording]:
-        """Returns, for each module whose own code ran operators, a recording of these alone.
+        """Splits the recording by module: returns, by path, a recording of the operators that its own code ran.
 
-        What they took of other modules are its inputs. What they gave to others, also to modules inside, is no output
-        of it, and its parameters are those that the operators read.
+        Tensors that these took from other modules are the inputs of that recording, and the parameters that they read
+        are its parameters. It has no outputs: what other modules, also those inside, do with the results is left out.
         """
         calls = defaultdict[str, list[RecordedCall]](list)
         for call in self.calls:

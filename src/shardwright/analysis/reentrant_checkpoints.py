@@ -35,10 +35,8 @@ from torch.autograd import Function
 from torch.autograd.function import _is_setup_context_defined
 from torch.utils._pytree import tree_leaves
 
+from shardwright.analysis.checkpoint_calls import OF_REENTRANT
 from shardwright.errors import PlanError
-
-FUNCTION = "run_function"
-"""The attribute of ``ctx`` in which reentrant checkpoints, torch's and others, keep the function."""
 
 _OF_THREAD = local()
 _LOOKED_AT = WeakSet[type[Function]]()
@@ -87,7 +85,10 @@ def _look_at_new() -> None:
 
 
 def _look_at(function: type[Function]) -> None:
-    """Replaces ``apply`` of the classes below ``function`` that are reentrant checkpoints."""
+    """Replaces the method ``apply`` of those subclasses of ``function`` that are reentrant checkpoints.
+
+    No function mode of torch sees a call of ``apply``: it has to be replaced where code looks it up, on the class.
+    """
     for each in function.__subclasses__():
         with _LOOKING:
             if each not in _LOOKED_AT:
@@ -113,7 +114,7 @@ def _replaced(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_checkpoint(function: type[Function]) -> bool:
     """Returns whether the class's forward sets ``ctx.run_function``, and nothing is known against it."""
-    is_known = FUNCTION in _names(function, "forward") and function not in _LEFT_ALONE
+    is_known = OF_REENTRANT in _names(function, "forward") and function not in _LEFT_ALONE
     return is_known and not _is_setup_context_defined(function.setup_context)
 
 
@@ -174,7 +175,7 @@ def _run(code: Callable[..., Any], named: dict[str, Any], *inputs: Any) -> Any:
 
 
 class _OtherTensorError(Exception):
-    """Raised before the code of a checkpoint runs on tensors that the checkpoint was not given."""
+    """Raised where a checkpoint class would run the user's code on other tensors than its arguments, as on copies."""
 
 
 class _Context:

@@ -316,6 +316,7 @@ class RunAxes:
 
 
 _VIEWS = frozenset(("select", "slice"))
+"""Operators that return a part of a tensor; code may ask for its size alone, as in ``weight[0].numel()``."""
 
 
 def axes_of(recording: Recording) -> RunAxes:
@@ -345,7 +346,7 @@ def axes_of(recording: Recording) -> RunAxes:
         if all(tensor.kind == "constant" for tensor in tensors):
             continue
         if call.name in _VIEWS and read.isdisjoint(call.results):
-            continue  # code asks for the size of a part alone, as in weight[0].numel()
+            continue
         relation = relation_of(call)
         axes = [DimAxis(size) for size in relation.letters.sizes]
         for tensor, dims in zip(tensors, (*relation.operands, *relation.results), strict=True):

@@ -212,7 +212,7 @@ def loss_dtype(total: Tensor) -> torch.dtype:
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """Returns the loss in a model's output; None without one.
+    """Returns the loss that a model's output contains, or None if it contains none.
 
     It is the output's attribute or entry "loss", the first number of a tuple, or the output itself if that is a number.
 
@@ -229,7 +229,7 @@ def loss_in(output: Any) -> Tensor | None:
 
 def _loss_of(output: Any) -> Tensor:
     found = loss_in(output)
-    if found is None and isinstance(output, tuple):
+    if found is None and isinstance(output, tuple):  # who takes it for the loss says so by ModelLoss; it may be a term
         numbers = [each for each in output if isinstance(each, Tensor) and not each.dim()]
         found = numbers[0] if len(numbers) == 1 else None
     if found is None:

@@ -136,7 +136,7 @@ def settings_of(loss: nn.Module) -> LossSettings | None:
 
 
 def _pairs(given: Any, own: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
-    """Yields pairs (the copy's, the original's) of the dicts and lists in a loss that may hold settings."""
+    """Yields the dicts and lists of a copied loss that may hold settings, each with its counterpart in the original."""
     if given is own or id(given) in seen or type(given) is not type(own) or isinstance(given, Tensor | type):
         return
     seen.add(id(given))

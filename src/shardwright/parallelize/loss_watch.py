@@ -127,7 +127,7 @@ def note_reads(loss: nn.Module, model: nn.Module, memo: Mapping[int, Any]) -> No
 
 
 def _with_methods(names: set[str], kinds: Collection[type]) -> frozenset[str]:
-    """Returns names of a loss's code, and those in the methods of the model's classes that have such a name."""
+    """Returns ``names`` and, for each that is a method of one of the classes, the names in its code, and so on."""
     found, waiting = set[str](), set(names)
     while waiting:
         name = waiting.pop()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, handle_torch_function
 
-from shardwright.analysis.checkpoint_calls import CheckpointCall, checkpoint_call, checkpoints_around, saved_by
+from shardwright.analysis.checkpoint_calls import checkpoint_call, checkpoints_around, saved_by
 from shardwright.analysis.draw_calls import DrawCall, draw_of, in_multihead
 from shardwright.analysis.draws import ALONE, FIRST, MIXED, SELECTED, Draws, SamplePlace
 from shardwright.analysis.structure import is_inside
@@ -97,7 +97,7 @@ class _ModuleDraws:
         if self.around != (saved_by(), torch.is_grad_enabled()):
             code = checkpoint_call(_KeyedForward.__call__.__code__)
             if code is not None:
-                _drawn_in(code).append((name, numbers))
+                code.kept(_DRAWN, list[ForwardDraw], _CheckpointDraws).append((name, numbers))
 
     def next(self, name: str, device: torch.device, x: Any = None) -> KeyedNumbers:
         """Returns the random numbers of the next draw in this call, for tensors on ``device``.
@@ -502,20 +502,3 @@ def _result(
         return KEYED_RESULTS[again.kind](again, again.drawn(None), numbers)
 
     return handle_torch_function(drawn, (x,), *args, **named)
-
-
-def _drawn_in(code: CheckpointCall) -> list[ForwardDraw]:
-    """Returns the list of a checkpoint's draws, to be added to; the first call makes its backward repeat them."""
-    if not hasattr(code.function, _DRAWN):
-        drawn: list[ForwardDraw] = []
-        again = code.function
-
-        @wraps(again)
-        def repeated(*args: Any, **named: Any) -> Any:
-            with _CheckpointDraws(drawn):
-                return again(*args, **named)
-
-        setattr(repeated, _DRAWN, drawn)
-        code.function = repeated
-    found: list[ForwardDraw] = getattr(code.function, _DRAWN)
-    return found

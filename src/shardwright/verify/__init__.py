@@ -159,11 +159,11 @@ def verify(
     except Exception as failure:  # a model's own code may raise anything in a dtype that it does not run in
         if isinstance(failure, LayoutError | PlanError) and not _may_be_of_dtype(failure):
             raise  # of the layout or the model's kind, whatever the dtype
-        why = _only_in_float32(model, loss, batches[0])
+        in_float32 = _error_in(torch.float32, model, loss, batches[0])
+        why = _error_in(torch.float64, model, loss, batches[0]) if in_float32 is None else ""
+        if in_float32 is not None:
+            failure.add_note(f"In float32 plain torch has no result: {in_float32}")
         if not why:
-            other = _error_in(torch.float32, model, loss, batches[0])
-            if other is not None:
-                failure.add_note(f"In float32 plain torch has no result either: {other}")
             raise
     else:
         is_number = math.isfinite(verdict.loss_error) and not math.isnan(verdict.gradients_error)

@@ -126,15 +126,18 @@ def _check_writes(job: Job, stages: EventStages) -> None:
 
 def _keeps_between_stages(stages: Stages, graph: ModelGraph) -> str:
     """Returns a module whose forward sets attributes and that several stages call, as RevIN's; "" if there is none."""
-    try:
-        keeping = {path for path, _ in graph.run.recording.set_attributes}
-    except Exception:  # of the user's own code: it cannot be recorded
-        return ""
     chunks = defaultdict[str, set[int | None]](set)
     for _, site in sites(stages.chunked.graph):
         if site is not None:
             chunks[site.module].add(stages.chunked.chunk_of.get(site))
-    return next((path for path in sorted(keeping) if len(chunks[path]) > 1), "")
+    several = {path for path, of in chunks.items() if len(of) > 1}
+    if not several:  # then no record is needed
+        return ""
+    try:
+        keeping = {path for path, _ in graph.run.recording.set_attributes}
+    except Exception:  # of the user's own code: it cannot be recorded
+        return ""
+    return min(several & keeping, default="")
 
 
 def _held_elsewhere(model: nn.Module) -> str:

@@ -163,10 +163,11 @@ def _cut_by_module(
     model: nn.Module, recording: Recording, size: int, kept: Collection[str], cut: Collection[str],
     gathered: Collection[str], readers: Mapping[str, Collection[str]],
 ) -> dict[str, dict[str, TensorShard]]:  # fmt: skip
-    """Returns the shards of modules that are cut each by itself, whose outputs all ranks then gather, by path.
+    """Cuts modules one by one, each as if it were a whole model; returns the shards of each, by its path.
 
-    These are modules with matrices or tables that nobody else reads and that are not among ``kept``, of which less than
-    half is ``cut`` already. What the model makes of their outputs does not matter.
+    All ranks gather the output of such a module. Cut are modules of which less than half is ``cut`` already, with
+    matrices or tables that nobody else reads and that are not among ``kept``. What the model makes of their outputs
+    does not matter.
     """
     inside, found = recording.of_modules(), {}
     for path, module in model.named_modules():
