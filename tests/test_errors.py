@@ -59,10 +59,10 @@ PARTS = {"given", "allowed", "fix"}
 TRACEBACK = "another rank's traceback is its text, and says more than parts could"
 RELAYED = "its text is that of another rank's error, which has the parts"
 WHOLE = {
-    ("checkpoint/manifest.py", "CheckpointError(found[1])"): RELAYED,
-    ("parallelize/filling.py", "CheckpointError(found[1])"): RELAYED,
-    ("weights/saving.py", "CheckpointError(found[1])"): RELAYED,
-    ("train/out_folder.py", "PlanError(found[1])"): RELAYED,
+    ("checkpoint/manifest.py", "CheckpointError(rank_problem[1])"): RELAYED,
+    ("parallelize/filling.py", "CheckpointError(rank_problem[1])"): RELAYED,
+    ("weights/saving.py", "CheckpointError(rank_problem[1])"): RELAYED,
+    ("train/out_folder.py", "PlanError(first_failure[1])"): RELAYED,
     ("train/loop.py", "PlanError(wrong[1])"): RELAYED,
     ("comm/backends/threads.py", "CommunicationError(str(self.failure))"): RELAYED,
     ("comm/backends/threads.py", "StoppedError(f'rank {self.failed_rank} failed: {self.failure!r}')"): "never shown: "

@@ -71,9 +71,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "global_tensor":  # loads DTensor, which takes as long as all the rest: only when it is used
-        import shardwright.global_tensor as found
+        import shardwright.global_tensor as module
 
-        return found
+        return module
     if name == "Accelerator":
         from shardwright.train import accelerator
 

@@ -135,9 +135,9 @@ def _check_apart(axis: LayoutAxis, other: LayoutAxis) -> None:
     """Raises LayoutError if two axes share a name or an order."""
     both = f"'{axis.name}' beside '{other.name}'"
     if axis.order == other.order:
-        taken = [each.order for each in layout_axes().values()]
-        allowed = f"an order of its own; {', '.join(map(str, taken))} are taken"
-        fix = f"give '{axis.name}' the order {1 + max(taken)}"
+        orders = [layout_axis.order for layout_axis in layout_axes().values()]
+        allowed = f"an order of its own; {', '.join(map(str, orders))} are taken"
+        fix = f"give '{axis.name}' the order {1 + max(orders)}"
         raise _clash(f"two axes have the order {axis.order}", both, allowed, fix)
     shared = {axis.name, *axis.all_mesh_axes} & {other.name, *other.all_mesh_axes}
     shared |= {axis.keyword} & {other.keyword} - {""}

@@ -38,8 +38,8 @@ def accelerator() -> str:
     >>> accelerator() in ("cpu", "cuda", "xpu")
     True
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found is not None and backend_of(found.type) in NATIVE else "cpu"
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device.type if device is not None and backend_of(device.type) in NATIVE else "cpu"
 
 
 def backend_of(kind: str) -> str:
@@ -82,8 +82,8 @@ def wanted() -> str:
     If the variable is unset, empty or "auto", it is the type of this process's accelerator, or "cpu". Whether the
     device exists is not checked.
     """
-    found = (os.environ.get(OPTION) or "auto").partition("/")[0]
-    return accelerator() if found == "auto" else found
+    device_type = (os.environ.get(OPTION) or "auto").partition("/")[0]
+    return accelerator() if device_type == "auto" else device_type
 
 
 def select(index: int) -> torch.device:
@@ -208,7 +208,7 @@ def exact_float32() -> Iterator[None]:
     ...     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.conv.fp32_precision
     (False, 'ieee')
     """
-    if all(each.fp32_precision == "ieee" for each in _PRECISIONS):
+    if all(setting.fp32_precision == "ieee" for setting in _PRECISIONS):
         yield
         return
     legacy: list[tuple[Any, Any]] = []
@@ -216,20 +216,20 @@ def exact_float32() -> Iterator[None]:
         with suppress(RuntimeError):  # the user has set the newer ones, differently
             legacy.append((write, read()))
     precisions = []
-    for each in _PRECISIONS:
-        precisions.append(each.fp32_precision)
-        each.fp32_precision = "none"  # so that those after it show what they have of their own
+    for setting in _PRECISIONS:
+        precisions.append(setting.fp32_precision)
+        setting.fp32_precision = "none"  # so that those after it show what they have of their own
     for _, write, exact in _LEGACY:
         write(exact)
-    for each in _PRECISIONS:
-        each.fp32_precision = "ieee"
+    for setting in _PRECISIONS:
+        setting.fp32_precision = "ieee"
     try:
         yield
     finally:
         for write, value in legacy:
             write(value)
-        for each, value in zip(_PRECISIONS, precisions, strict=True):
-            each.fp32_precision = value
+        for setting, value in zip(_PRECISIONS, precisions, strict=True):
+            setting.fp32_precision = value
 
 
 def use_deterministic_kernels() -> None:

@@ -93,13 +93,13 @@ def random_bits(
     mix = _whole if torch.compiler.is_dynamo_compiling() else _fused(device)
     if mix is not None:
         return mix(row_R1, _raveled(_start(has_high, device), inner), least).view(shape)
-    made = torch.int32 if least is None else torch.int8
-    found = torch.empty((len(row_R1), prod(shape[1 + first :])), dtype=made, device=device)
-    if not found.is_meta:
-        _fill(found, row_R1, inner, _start(has_high, device), least)
+    dtype = torch.int32 if least is None else torch.int8
+    bits_RC = torch.empty((len(row_R1), prod(shape[1 + first :])), dtype=dtype, device=device)
+    if not bits_RC.is_meta:
+        _fill(bits_RC, row_R1, inner, _start(has_high, device), least)
     else:  # a rehearsal holds what a block takes
-        torch.empty((2, min(found.numel(), BLOCK)), dtype=torch.int32, device=device)
-    return (found if least is None else found.view(torch.bool)).view(shape)
+        torch.empty((2, min(bits_RC.numel(), BLOCK)), dtype=torch.int32, device=device)
+    return (bits_RC if least is None else bits_RC.view(torch.bool)).view(shape)
 
 
 def _fill(found_RC: Tensor, row_R1: Tensor, inner: Sequence[HeldDim], start: Tensor, least: int | None) -> None:
@@ -113,9 +113,9 @@ def _fill(found_RC: Tensor, row_R1: Tensor, inner: Sequence[HeldDim], start: Ten
             count = max(1, block // max(1, width))
             scratch = torch.empty((2, min(count, len(rows_R1)), width), dtype=torch.int32, device=device).unbind()
             out_RC = into_RC[:, at : at + width]
-            for first, second, part in zip(*(each.split(count) for each in (*words, out_RC)), strict=True):
+            for first, second, part in zip(*(tensor.split(count) for tensor in (*words, out_RC)), strict=True):
                 if len(part) < len(scratch[0]):
-                    scratch = tuple(each[: len(part)] for each in scratch)
+                    scratch = tuple(buffer[: len(part)] for buffer in scratch)
                 mixed = _mixed(first, second, *column, *scratch)
                 # int32 is compared into int32 and copied to int8 in vectors, but compared into bool one by one
                 part.copy_(_upper_bits(mixed) if least is None else mixed.ge_(least))

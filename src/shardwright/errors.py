@@ -135,8 +135,8 @@ def fix_for(
     >>> fix_for("A100", ["a100-80gb", "b200"]), fix_for("inner", ["hidden", "tied"])
     ('write a100-80gb', 'write one of those allowed')
     """
-    found = nearest(word, known)
-    return f"{before}{found}" if found else otherwise
+    entry = nearest(word, known)
+    return f"{before}{entry}" if entry else otherwise
 
 
 def check_at_least(name: str, value: int, least: int, *, fix: str) -> None:

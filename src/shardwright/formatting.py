@@ -23,9 +23,9 @@ def json_text(value: Any, indent: int | None = None) -> str:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
@@ -41,7 +41,7 @@ def printable(text: str) -> str:
     >>> printable("step 3\\x1b[2J\\n")
     'step 3\\\\x1b[2J\\n'
     """
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text).encode(errors="backslashreplace").decode()
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text).encode(errors="backslashreplace").decode()
 
 
 def first_line(failure: object) -> str:

@@ -90,14 +90,14 @@ class ForwardStack:
 
     def __reduce__(self) -> tuple[type[ForwardStack], tuple[Any, ...]]:
         """Copies the record only, because the copied module's ``forward`` is already the composed function."""
-        return ForwardStack, (None, tuple(each._replace(around=None) for each in self.wrappers))
+        return ForwardStack, (None, tuple(wrapper._replace(around=None) for wrapper in self.wrappers))
 
     def __str__(self) -> str:
-        return "\n".join(f"{each.rung.name:<15}  {each.name} (by {each.by})" for each in self.wrappers)
+        return "\n".join(f"{wrapper.rung.name:<15}  {wrapper.name} (by {wrapper.by})" for wrapper in self.wrappers)
 
     def _add(self, wrapper: Wrapper, own: Forward) -> None:
         """Inserts the wrapper on its rung and composes the forward; ``own`` is the module's code."""
-        place = sum(each.rung < wrapper.rung for each in self.wrappers)
+        place = sum(old_wrapper.rung < wrapper.rung for old_wrapper in self.wrappers)
         self.wrappers = (*self.wrappers[:place], wrapper, *self.wrappers[place:])
         if wrapper.around is not None:
             self._original = own if self._original is None else self._original
@@ -105,10 +105,10 @@ class ForwardStack:
 
     def _compose(self) -> None:
         self.forward = self._original
-        for each in reversed(self.wrappers):
-            if each.around is not None:
+        for wrapper in reversed(self.wrappers):
+            if wrapper.around is not None:
                 assert self.forward is not None, "a wrapper of a forward wraps one"
-                around = each.around(self.forward)
+                around = wrapper.around(self.forward)
                 self.forward = _as_function(around) if self._as_functions else around
 
 
@@ -116,10 +116,10 @@ def _as_function(forward: Forward) -> Forward:
     """Returns a partial as a function, and any other forward unchanged."""
     if not isinstance(forward, partial):
         return forward
-    function, before, given = forward.func, forward.args, forward.keywords
+    function, before, keywords = forward.func, forward.args, forward.keywords
 
     def run(*args: Any, **named: Any) -> Any:
-        return function(*before, *args, **given, **named)
+        return function(*before, *args, **keywords, **named)
 
     return run
 
@@ -183,12 +183,12 @@ def wrap(
     """
     stack = stack_of(module)
     assert rung not in NO_FORWARD, f"{rung.name} is no wrapper of the forward: record() it"
-    taken = next((each for each in stack.wrappers if each.rung == rung and rung not in SEVERAL), None)
+    taken = next((wrapper for wrapper in stack.wrappers if wrapper.rung == rung and rung not in SEVERAL), None)
     if taken is not None:
         raise PlanError(
             f"two wrappers want the rung {rung.name} of one {type(module).__name__}",
             given=f"'{taken.name}' by {taken.by}, and '{name}' by {by}",
-            allowed=f"one on a rung; several on {', '.join(each.name for each in sorted(SEVERAL))}",
+            allowed=f"one on a rung; several on {', '.join(allowed_rung.name for allowed_rung in sorted(SEVERAL))}",
             fix="leave one of the two out, or give it a rung of its own",
         )
     stack._add(Wrapper(rung, name, by, around, replaces), module.forward)
@@ -214,7 +214,9 @@ def rename(module: nn.Module, rung: Rung, name: str) -> None:
     ON_SHARDS         on whole logits (by toy)
     """
     stack = stack_of(module)
-    stack.wrappers = tuple(each._replace(name=name) if each.rung == rung else each for each in stack.wrappers)
+    stack.wrappers = tuple(
+        wrapper._replace(name=name) if wrapper.rung == rung else wrapper for wrapper in stack.wrappers
+    )
 
 
 def set_forward(module: nn.Module, rung: Rung, name: str, *, by: str, forward: Forward) -> None:

@@ -36,8 +36,8 @@ def shapes(mode: str, num_ranks: int) -> list[tuple[int, ...]]:
     >>> shapes("2d", 4), len(shapes("3d", 8)), shapes("", 4)
     ([(2, 2), (1, 4), (4, 1)], 10, [(4,)])
     """
-    found: list[tuple[int, ...]] = [()]
+    prefixes: list[tuple[int, ...]] = [()]
     for _ in range(NUM_SIDES.get(mode, 1) - 1):
-        remaining = {sides: num_ranks // prod(sides) for sides in found}
-        found = [(*sides, n) for sides, left in remaining.items() for n in range(1, left + 1) if left % n == 0]
-    return sorted(((*sides, num_ranks // prod(sides)) for sides in found), key=lambda sides: (max(sides), sides))
+        remaining = {sides: num_ranks // prod(sides) for sides in prefixes}
+        prefixes = [(*sides, n) for sides, left in remaining.items() for n in range(1, left + 1) if left % n == 0]
+    return sorted(((*sides, num_ranks // prod(sides)) for sides in prefixes), key=lambda sides: (max(sides), sides))

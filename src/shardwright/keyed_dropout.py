@@ -111,7 +111,7 @@ class KeyedDropout:
             cuts = (*cuts, *(() if self.tokens is None else self.tokens(shape)))
         else:  # one more dim, of the rows of a sample
             shape = torch.Size((len(samples), len(input) // len(samples), *input.shape[1:]))
-            cuts = tuple(replace(each, dim=each.dim + (each.dim > 0)) for each in cuts)
+            cuts = tuple(replace(cut, dim=cut.dim + (cut.dim > 0)) for cut in cuts)
         keep = dropout_mask(self.rng, self.rng.call(self.layer), shape, cuts, p, samples, input.device)
         if outside is None:
             keep = keep.transpose(0, self.dim)
@@ -129,17 +129,17 @@ class KeyedDropout:
         """
         count = len(samples)
         if self.folds and samples and len(input) != count:
-            found = [outside for outside, inside in self.folds if outside * count * inside == len(input)]
-            if len(found) != 1:  # the order of the rows is not known: several may be of one sample, or of many
-                known = " or ".join(sorted(f"{outside * inside}" for outside, inside in self.folds))
+            group_counts = [outside for outside, inside in self.folds if outside * count * inside == len(input)]
+            if len(group_counts) != 1:  # the order of the rows is not known: several may be of one sample, or of many
+                numbers = " or ".join(sorted(f"{outside * inside}" for outside, inside in self.folds))
                 raise PlanError(
                     f"dropout '{self.layer}' does not get the rows for each sample that the example has",
                     given=f"{len(input)} rows for {count} samples",
-                    allowed=f"{known} rows for each sample, in one order" if known else "one row for each sample",
+                    allowed=f"{numbers} rows for each sample, in one order" if numbers else "one row for each sample",
                     fix="give parallelize(..., example=inputs) the inputs of such a batch, or call layers of their own "
                     "on rows in different orders",
                 )
-            return found[0]
+            return group_counts[0]
         if input.dim() <= self.dim or input.shape[self.dim] != count:
             raise PlanError(
                 f"dropout '{self.layer}' does not get one row for each sample",

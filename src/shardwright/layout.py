@@ -211,7 +211,7 @@ class Layout:
     @classmethod
     def _read(cls, items: Sequence[str]) -> tuple[Layout, tuple[str, str] | None]:
         """Returns the layout of items that can be read or mended, and the first error with what is allowed, or None."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         wrong = None if items else ("the line is empty", _items())
         for item in items if items != ["single"] else ():
             text = item
@@ -222,13 +222,13 @@ class Layout:
                     what, allowed, text = problem.args
                     wrong = wrong or (f"{item[:56]!r}: {what}", allowed)
                     continue
-                if slot in found:
+                if slot in values:
                     wrong = wrong or (f"{item[:56]!r}: '{slot}' is given twice", "each item once")
-                found.setdefault(slot, value)
+                values.setdefault(slot, value)
                 break
-        number, own = found.pop("mb", (1, False))
-        factors = tuple(found.pop(axis) for axis in layout_axes() if axis in found)
-        return cls(factors, number, own_statistics=own, **found), wrong
+        number, own_statistics = values.pop("mb", (1, False))
+        factors = tuple(values.pop(axis) for axis in layout_axes() if axis in values)
+        return cls(factors, number, own_statistics=own_statistics, **values), wrong
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, object]) -> Layout:
@@ -273,9 +273,9 @@ class Layout:
 
     def chosen(self, axis: str) -> Factor:
         """Returns the factor of ``axis`` for a strategy that was chosen because the layout names this axis."""
-        found = self.factor(axis)
-        assert found is not None, f"chosen for a layout with {axis}"
-        return found
+        factor = self.factor(axis)
+        assert factor is not None, f"chosen for a layout with {axis}"
+        return factor
 
     def __str__(self) -> str:
         items = [str(factor) for factor in self.factors]
@@ -352,7 +352,7 @@ def _read_item(item: str) -> tuple[str, object]:
         return "mb", (count, match[2] is not None)
     if item.startswith("recompute:") and _is_value(item.removeprefix("recompute:")):
         return "recompute", item.removeprefix("recompute:")
-    if item in ("compile", *(f"compile:{each}" for each in COMPILERS)):
+    if item in ("compile", *(f"compile:{compiler}" for compiler in COMPILERS)):
         return "compile", item.partition(":")[2] or COMPILERS[0]
     if (match := _SIZED.fullmatch(item)) and match[1] in layout_axes():
         axis, numbers, rest = match.groups()
@@ -395,7 +395,7 @@ def _checked(where: str, given: object, known: Mapping[str, Sequence[type]]) -> 
             dict: ("a dictionary", isinstance(value, Mapping)),
             int: (f"from 0 to {MAX_SIZE}", _is_count(value, 0)),
         }
-        kinds = dict(fits[each] for each in known[key])
+        kinds = dict(fits[kind] for kind in known[key])
         if value is not None and not any(kinds.values()):
             raise _error(f"'{key}' in {where} cannot be this", value, " or ".join(kinds), f"change '{key}'")
     return {key: value for key, value in given.items() if value is not None}

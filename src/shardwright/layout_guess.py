@@ -46,30 +46,30 @@ def meant(items: Sequence[str], nearest_item: Callable[[str], str], own: str) ->
     >>> meant("dp2/zero 3 tp2".split(), lambda item: item, "own-statistics")
     ['dp2/zero3', 'tp2']
     """
-    found: dict[str, str] = {}  # by axis, or by item for other words
+    by_axis: dict[str, str] = {}  # by axis, or by item for other words
     strays: list[tuple[str, str, str]] = []
     words = list(_joined(items, nearest_item))
     for place, word in enumerate(words):
         if isinstance(word, str):
             axis = "".join(re.findall("^[a-z]+(?=[0-9])", word))
-            found.setdefault(axis if axis in layout_axes() else word, word)
+            by_axis.setdefault(axis if axis in layout_axes() else word, word)
             continue
         axis, option, number = _meaning(word)
         if axis in layout_axes() and not option:
-            found.setdefault(axis, f"{axis}{number or 4}")
+            by_axis.setdefault(axis, f"{axis}{number or 4}")
         elif axis in layout_axes():
             strays.append((axis, option, number))
         elif axis == "mb":
             digits = (number.partition("x")[0] or "4").lstrip("0")[:8] or "0"
             after = words[place + 1 : place + 2]
-            suffix = f"/{own}" if any(isinstance(each, _Word) and each.name in own for each in after) else ""
-            found.setdefault(axis, f"mb{min(max(int(digits), 1), MAX_SIZE)}{suffix}")
+            suffix = f"/{own}" if any(isinstance(entry, _Word) and entry.name in own for entry in after) else ""
+            by_axis.setdefault(axis, f"mb{min(max(int(digits), 1), MAX_SIZE)}{suffix}")
         elif axis:
-            found.setdefault(axis, axis)
+            by_axis.setdefault(axis, axis)
     for axis, option, number in strays:
-        item = found.get(axis, f"{axis}{number or (2 if found else 4)}")
-        found[axis] = item if f"/{option}" in item else f"{item}/{option}"
-    return list(found.values())
+        item = by_axis.get(axis, f"{axis}{number or (2 if by_axis else 4)}")
+        by_axis[axis] = item if f"/{option}" in item else f"{item}/{option}"
+    return list(by_axis.values())
 
 
 def _joined(items: Sequence[str], nearest_item: Callable[[str], str]) -> Iterator[str | _Word]:
@@ -82,7 +82,7 @@ def _joined(items: Sequence[str], nearest_item: Callable[[str], str]) -> Iterato
         else:
             whole.append(item)
     apart = [[item] if nearest_item(item) == item else re.split("[,;+&]", item) for item in whole]
-    for item in (each for parts in apart for each in parts):
+    for item in (part for parts in apart for part in parts):
         for word in [item] if nearest_item(item) else _words(item.lower()):
             alone = isinstance(word, _Word) and not word.name
             if last is not None and not last.number and alone and not _options(last.name):
@@ -130,9 +130,9 @@ def _edits(word: str, other: str) -> int:
     row = list(range(len(other) + 1))
     for i, letter in enumerate(word, 1):
         earlier, before, row = before, row, [i]
-        for j, each in enumerate(other, 1):
-            swapped = i > 1 < j and word[i - 2] == each and letter == other[j - 2]
-            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != each)))
+        for j, other_letter in enumerate(other, 1):
+            swapped = i > 1 < j and word[i - 2] == other_letter and letter == other[j - 2]
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != other_letter)))
             if swapped:
                 row[-1] = min(row[-1], earlier[j - 2] + 1)
     return row[-1]
@@ -155,7 +155,7 @@ def _meaning(word: _Word) -> tuple[str, str, str]:
         return next(iter(axis.name for axis in layout_axes().values() if axis.kind == "copies"), ""), "", number
     if name in ("fp", "float") and sorted(number) == ["1", "6"]:
         return "fp16", "", ""
-    options = {each: axis for axis, names in OPTIONS.values() for each in names if each != "file"}
+    options = {option_name: axis for axis, names in OPTIONS.values() for option_name in names if option_name != "file"}
     table = [*layout_axes(), *_LINE_WORDS, *options, *aliases]  # of words as near, the first: our own
 
     def distance(word: str) -> tuple[int, bool, bool]:
@@ -165,13 +165,13 @@ def _meaning(word: _Word) -> tuple[str, str, str]:
     # a short word with a number behind it is a typing error, without one another word
     most = max(1, len(plain) // 3) if number else len(plain) // 3
     alike = [near] if set(plain) & set(near) and distance(near)[0] <= most else []
-    for each in (name, plain, *re.split("[_-]", plain)[:1], *alike):
-        if each in aliases:
-            axis, option = aliases[each]
+    for candidate in (name, plain, *re.split("[_-]", plain)[:1], *alike):
+        if candidate in aliases:
+            axis, option = aliases[candidate]
             used = "{" in option
             return axis, re.sub(r"\{(\w+)\}", number or r"\1", option), "" if used else number
-        if each in options:
-            return options[each], each, ""
-        if each in _LINE_WORDS:
-            return _LINE_WORDS[each], "", number
+        if candidate in options:
+            return options[candidate], candidate, ""
+        if candidate in _LINE_WORDS:
+            return _LINE_WORDS[candidate], "", number
     return "", "", ""

@@ -39,11 +39,11 @@ class Nodes:
     @classmethod
     def parse(cls, text: str) -> Nodes:
         """Returns the nodes that a text such as ``2x4`` describes. Raises LayoutError for other text."""
-        found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text)
-        if found is None:
+        match = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text)
+        if match is None:
             allowed = "nodes x ranks on each, 1 to 999999 of either, such as 2x4"
             raise LayoutError("no such nodes", given=f"{text:.60}", allowed=allowed, fix="write --nodes 2x4")
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str], num_ranks: int) -> Nodes | None:

@@ -38,7 +38,7 @@ def viewed_arguments(function: Any, args: Sequence[Any], named: Mapping[str, Any
     []
     """
     schema = getattr(function, "_schema", None)
-    aliases = [each.alias_info for each in getattr(schema, "returns", ()) if each.alias_info is not None]
+    aliases = [output.alias_info for output in getattr(schema, "returns", ()) if output.alias_info is not None]
     if not aliases:
         return []
     returned = {name for alias in aliases for name in alias.before_set}
@@ -49,12 +49,12 @@ def viewed_arguments(function: Any, args: Sequence[Any], named: Mapping[str, Any
 def _aliased(
     schema: Any, args: Sequence[Any], named: Mapping[str, Any], kind: type, is_meant: Callable[[Any], Any]
 ) -> list[Any]:
-    found: list[Any] = []
+    leaves: list[Any] = []
     for number, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and is_meant(argument.alias_info):
             value = args[number] if number < len(args) else named.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
-    return found
+            leaves += [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
+    return leaves
 
 
 @lru_cache(maxsize=1024)
@@ -93,18 +93,18 @@ def undrawn(function: Any, args: Sequence[Any], named: Mapping[str, Any], device
     schema = function._schema
     if schema.returns[0].alias_info is not None:  # numbers written in place, or into ``out``
         return written_arguments(function, args, named, Tensor)[0]
-    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(named)
-    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    arguments = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(named)
+    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
     indices = torch.int64 if schema.name in ("aten::randint", "aten::randperm", "aten::multinomial") else None
-    dtype = given.get("dtype") or indices
+    dtype = arguments.get("dtype") or indices
     if not tensors:
-        return torch.empty(given["size"] if "size" in given else (given["n"],), dtype=dtype, device=device)
+        return torch.empty(arguments["size"] if "size" in arguments else (arguments["n"],), dtype=dtype, device=device)
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
-    if "num_samples" in given:
-        shape = torch.Size((*shape[:-1], given["num_samples"]))
+    if "num_samples" in arguments:
+        shape = torch.Size((*shape[:-1], arguments["num_samples"]))
     like = tensors[0]
     if like.shape == shape:
-        found = torch.empty_like(like, dtype=dtype, device=device)
+        output = torch.empty_like(like, dtype=dtype, device=device)
     else:
-        found = torch.empty(shape, dtype=dtype or like.dtype, device=device)
-    return found if len(schema.returns) == 1 else (found, torch.empty_like(found, dtype=torch.bool))  # and its mask
+        output = torch.empty(shape, dtype=dtype or like.dtype, device=device)
+    return output if len(schema.returns) == 1 else (output, torch.empty_like(output, dtype=torch.bool))  # and its mask

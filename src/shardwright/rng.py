@@ -227,7 +227,7 @@ class RngTracker:
 
         A pipeline chunk uses it to count on from the calls that earlier chunks of the model made on other ranks.
         """
-        for name in (layer, *(each for each in self.layers if each.startswith(f"{layer}."))):
+        for name in (layer, *(inner_layer for inner_layer in self.layers if inner_layer.startswith(f"{layer}."))):
             self._calls[name] = times
 
     def words(self, layer: str) -> tuple[int | Tensor, int]:

@@ -22,8 +22,8 @@ def rows_of(tensor: object) -> Tensor | None:
 
     Shapes: returns (..., 1) for a tensor of shape (..., D).
     """
-    found: Tensor | None = getattr(tensor, _ROWS, None)
-    return found
+    rows: Tensor | None = getattr(tensor, _ROWS, None)
+    return rows
 
 
 def give_rows(tensor: Tensor, rows: Tensor | None) -> None:
@@ -36,11 +36,11 @@ def give_rows(tensor: Tensor, rows: Tensor | None) -> None:
     >>> rows_of(x).tolist()
     [[4], [7]]
     """
-    found = None
+    column = None
     if rows is not None and tensor.dim() >= 2 and rows.dim() and rows.shape[:-1] == tensor.shape[:-1]:
         is_alike = rows.shape[-1] <= 1 or rows.stride(-1) == 0 or not rows.numel()
-        found = rows[..., :1] if is_alike else None
-    setattr(tensor, _ROWS, found)
+        column = rows[..., :1] if is_alike else None
+    setattr(tensor, _ROWS, column)
 
 
 def equal_before(numbers: Tensor) -> Tensor:
@@ -53,6 +53,6 @@ def equal_before(numbers: Tensor) -> Tensor:
     ordered, places = numbers[order], torch.arange(len(numbers), device=numbers.device)
     begins = torch.ones_like(numbers, dtype=torch.bool)
     begins[1:] = ordered[1:] != ordered[:-1]
-    found = torch.empty_like(numbers)
-    found[order] = places - (places * begins).cummax(0).values if len(numbers) else places
-    return found
+    counts = torch.empty_like(numbers)
+    counts[order] = places - (places * begins).cummax(0).values if len(numbers) else places
+    return counts

@@ -97,8 +97,8 @@ def cuts_of_traffic(strategy: Strategy, plan: Plan) -> TrafficCuts | None:
     None says that messages depend on more than sizes, such as on which rank of an axis is the first: of a picture cut
     in rows, the first rank has one neighbour. That is also so for a strategy without the method ``traffic_cuts``.
     """
-    found: Callable[[Plan], TrafficCuts | None] = getattr(strategy, "traffic_cuts", lambda _: None)
-    return found(plan)
+    method: Callable[[Plan], TrafficCuts | None] = getattr(strategy, "traffic_cuts", lambda _: None)
+    return method(plan)
 
 
 def apply_in_turn(
@@ -109,14 +109,14 @@ def apply_in_turn(
     Returns the job, with the ``frame`` (code to run around the model's forward) of the last strategy that has one, and
     the results of the strategies' ``apply`` that are not None.
     """
-    found = []
+    applied_strategies = []
     for strategy in strategies:
-        own = {name: axis.for_strategy(strategy.name) for name, axis in axes.items()}
-        applied = strategy.apply(job, own, plan)
+        strategy_axes = {name: axis.for_strategy(strategy.name) for name, axis in axes.items()}
+        applied = strategy.apply(job, strategy_axes, plan)
         if applied is not None:
-            found.append(applied)
+            applied_strategies.append(applied)
             job = job if applied.frame is None else job._replace(frame=applied.frame)
-    return job, tuple(found)
+    return job, tuple(applied_strategies)
 
 
 def check_samples_apart(model: nn.Module, factor: str, graph: ModelGraph | None = None) -> None:

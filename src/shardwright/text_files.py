@@ -85,12 +85,12 @@ def folders_near(path: Path, holds: Callable[[Path], bool], most: int = 3) -> st
     They lie up to two levels below it, or are a folder above it; or beside it, if there is no such path. They are
     text for an error, ``'a' or 'b'``, which is empty if there are none. A folder that cannot be read holds nothing.
     """
-    found = {above for above in islice(path.parents, 2) if above.name and _is(holds, above)}
+    folders = {above for above in islice(path.parents, 2) if above.name and _is(holds, above)}
     below = path if os.path.isdir(path) else path.parent
-    entries = (inside for each in _folders_in(below) for inside in (each, *_folders_in(each)))
-    found |= {each for each in islice(entries, MOST_ENTRIES) if _is(holds, each)}
-    newest = sorted(found, key=lambda each: (-each.stat().st_mtime, each))[:most]
-    return " or ".join(f"'{each}'" for each in newest)
+    entries = (inside for folder in _folders_in(below) for inside in (folder, *_folders_in(folder)))
+    folders |= {entry for entry in islice(entries, MOST_ENTRIES) if _is(holds, entry)}
+    newest = sorted(folders, key=lambda folder: (-folder.stat().st_mtime, folder))[:most]
+    return " or ".join(f"'{folder}'" for folder in newest)
 
 
 def _folders_in(folder: Path) -> Iterator[Path]:

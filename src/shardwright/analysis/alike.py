@@ -57,7 +57,7 @@ def signature(block: nn.Module, counters: Counters = frozenset()) -> tuple[str, 
     >>> signature(one) == signature(other), signature(one) == signature(wide)
     (True, False)
     """
-    found: list[Any] = []
+    descriptions: list[Any] = []
     number = {id(p): place for place, p in enumerate(block.parameters())}
     for path, module in block.named_modules():
         settings = sorted(
@@ -71,10 +71,10 @@ def signature(block: nn.Module, counters: Counters = frozenset()) -> tuple[str, 
                    for name, p in module._parameters.items() if p is not None]  # fmt: skip
         buffers = [(name, b.shape, b.dtype) for name, b in module._buffers.items() if b is not None]
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-        own = "forward" in vars(module)
+        has_own_forward = "forward" in vars(module)
         # two classes may have one name, as those that a function makes: a class is itself alone
-        found.append((path, id(type(module)), repr(settings), tensors, buffers, hooks, own))
-    return tuple(map(repr, found))
+        descriptions.append((path, id(type(module)), repr(settings), tensors, buffers, hooks, has_own_forward))
+    return tuple(map(repr, descriptions))
 
 
 def likeness(block: nn.Module, counters: Counters = frozenset()) -> tuple[object, ...]:
@@ -89,11 +89,11 @@ def likeness(block: nn.Module, counters: Counters = frozenset()) -> tuple[object
     >>> likeness(one) == likeness(other), likeness(nn.Linear(2, 2)) == likeness(nn.Linear(2, 2))
     (False, True)
     """
-    held = (
+    attributes = (
         (path, name, _text_of(vars(block.get_submodule(path))[name]) or key)
         for (path, name), key in held_objects(block).items()
     )
-    return (*signature(block, counters), *held)
+    return (*signature(block, counters), *attributes)
 
 
 def _text_of(value: Any) -> str:
@@ -105,7 +105,7 @@ def _text_of(value: Any) -> str:
     kind = type(value)
     params = getattr(kind, "__dataclass_params__", None)
     if params is not None and params.frozen:
-        value = {each.name: getattr(value, each.name, None) for each in fields(kind)}
+        value = {field.name: getattr(value, field.name, None) for field in fields(kind)}
     elif kind not in (list, dict, set):
         return ""
     leaves = value if isinstance(value, set) else tree_leaves(value)

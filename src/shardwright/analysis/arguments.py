@@ -30,12 +30,18 @@ def arguments_given(model: nn.Module, inputs: Any, *, by_value: bool = False) ->
     ('input1', 'input2 is None')
     """
     parameters = inspect.signature(model.forward).parameters.values()
-    named = {each.name: each.default for each in parameters if each.kind not in OPEN_ENDED}
-    in_order = [each.name for each in parameters if each.name in named and each.kind is not each.KEYWORD_ONLY]
+    defaults = {parameter.name: parameter.default for parameter in parameters if parameter.kind not in OPEN_ENDED}
+    in_order = [
+        parameter.name
+        for parameter in parameters
+        if parameter.name in defaults and parameter.kind is not parameter.KEYWORD_ONLY
+    ]
     values, by_name = given_to(inputs)
-    found = dict(zip(in_order, values, strict=False)) | by_name
-    unknown = [str(name) for name in found if name not in named]
-    missing = [name for name, default in named.items() if default is inspect.Parameter.empty and name not in found]
+    arguments = dict(zip(in_order, values, strict=False)) | by_name
+    unknown = [str(name) for name in arguments if name not in defaults]
+    missing = [
+        name for name, default in defaults.items() if default is inspect.Parameter.empty and name not in arguments
+    ]
     wrong = f"{len(values)} values in order, for {len(in_order)} arguments" if len(values) > len(in_order) else ""
     wrong = wrong or ("also " + ", ".join(unknown) if unknown else "")
     wrong = wrong or ("nothing for " + ", ".join(missing) if missing else "")
@@ -43,12 +49,14 @@ def arguments_given(model: nn.Module, inputs: Any, *, by_value: bool = False) ->
         raise PlanError(
             f"the inputs are not those that {type(model).__name__} names",
             given=wrong,
-            allowed=", ".join(named) or "arguments with names, of which its forward has none",
+            allowed=", ".join(defaults) or "arguments with names, of which its forward has none",
             fix="give these; what the forward takes as *args or **kwargs needs a name of its own there: a model in "
             "stages is read for the arguments that it is given",
         )
-    given = (name for name in named if name in found and not (found[name] is None and named[name] is None))
-    return tuple(name + _suffix(found[name], by_value) for name in given)
+    names = (
+        name for name in defaults if name in arguments and not (arguments[name] is None and defaults[name] is None)
+    )
+    return tuple(name + _suffix(arguments[name], by_value) for name in names)
 
 
 def _is_flag(value: Any) -> bool:

@@ -19,13 +19,13 @@ def nodes_behind(tensors: Iterable[Tensor]) -> list[Any]:
     ['ExpBackward0', 'MulBackward0', 'torch::autograd::AccumulateGrad']
     """
     to_visit: list[Any] = [tensor.grad_fn for tensor in tensors]
-    found: dict[Any, None] = {}
+    nodes: dict[Any, None] = {}
     while to_visit:
         node = to_visit.pop()
-        if node is not None and node not in found:
-            found[node] = None
+        if node is not None and node not in nodes:
+            nodes[node] = None
             to_visit += [before for before, _ in node.next_functions]
-    return list(found)
+    return list(nodes)
 
 
 def leaves_behind(tensors: Iterable[Tensor]) -> set[int]:

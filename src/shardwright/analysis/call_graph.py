@@ -72,21 +72,21 @@ class ChunkedModel:
     @cached_property
     def nodes(self) -> Mapping[fx.Node, int | None]:
         """The chunk that runs each node of the graph, or None if every chunk that needs it computes it for itself."""
-        found: dict[fx.Node, int | None] = {}
+        chunks: dict[fx.Node, int | None] = {}
         for node, site in sites(self.graph):
-            before = [found[each] for each in node.all_input_nodes]
+            before = [chunks[value] for value in node.all_input_nodes]
             latest = max((chunk for chunk in before if chunk is not None), default=None)
             if node.op == "output":
-                found[node] = self.num_chunks - 1
+                chunks[node] = self.num_chunks - 1
             elif site is not None and site in self.chunk_of:
-                found[node] = max(self.chunk_of[site], latest or 0)
+                chunks[node] = max(self.chunk_of[site], latest or 0)
             else:
-                found[node] = latest
+                chunks[node] = latest
         for node in reversed(self.graph.nodes):  # backwards: a weight read depends on no input, but has a user
-            users = [chunk for user in node.users if (chunk := found[user]) is not None]
+            users = [chunk for user in node.users if (chunk := chunks[user]) is not None]
             if node.op == "get_attr" and users:
-                found[node] = min(users)
-        return found
+                chunks[node] = min(users)
+        return chunks
 
     @cached_property
     def arguments(self) -> tuple[tuple[str, str], ...]:
@@ -100,8 +100,8 @@ class ChunkedModel:
         Left out are parameters, buffers, submodules, ``training``, ``forward`` and names that begin with an underscore.
         """
         (output,) = (node for node in self.graph.nodes if node.op == "output")
-        found: tuple[tuple[str, str], ...] = output.meta.get(ATTRIBUTES, ())
-        return found
+        attributes: tuple[tuple[str, str], ...] = output.meta.get(ATTRIBUTES, ())
+        return attributes
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -120,12 +120,12 @@ class ChunkedModel:
 
         These nodes lead to the model's output by a path without ``no_grad`` and ``detach``.
         """
-        found: set[fx.Node] = set()
+        nodes: set[fx.Node] = set()
         for node in reversed(self.graph.nodes):
-            reached = node.op == "output" or node in found
+            reached = node.op == "output" or node in nodes
             if reached and not node.meta.get(NO_GRADIENT, False) and name_of(node) != "detach":
-                found.update(node.all_input_nodes)
-        return frozenset(node.name for node in found)
+                nodes.update(node.all_input_nodes)
+        return frozenset(node.name for node in nodes)
 
     def nodes_of(self, chunk: int) -> tuple[fx.Node, ...]:
         """Returns the graph nodes that one chunk runs, in order.
@@ -134,13 +134,13 @@ class ChunkedModel:
         parameters and buffers, and operators that depend on the model's inputs alone.
         """
         needed: set[fx.Node] = set()
-        found: list[fx.Node] = []
+        nodes: list[fx.Node] = []
         for node in reversed(self.graph.nodes):
-            own = self.nodes[node] == chunk
-            if own or (node in needed and (self.nodes[node] is None or node.op == "get_attr")):
-                found.append(node)
+            is_assigned = self.nodes[node] == chunk
+            if is_assigned or (node in needed and (self.nodes[node] is None or node.op == "get_attr")):
+                nodes.append(node)
                 needed.update(node.all_input_nodes)
-        return tuple(reversed(found))
+        return tuple(reversed(nodes))
 
     @cached_property
     def _numbers(self) -> Mapping[fx.Node, int]:
@@ -179,11 +179,11 @@ class ChunkedModel:
         Several chunks may make a call that depends on model inputs alone.
         """
         ran = [set(self.nodes_of(chunk)) for chunk in range(self.num_chunks)]
-        found: dict[str, list[frozenset[int]]] = {}
+        by_module: dict[str, list[frozenset[int]]] = {}
         for node in self._numbers:
             chunks = frozenset(chunk for chunk, nodes in enumerate(ran) if node in nodes)
-            found.setdefault(str(node.target), []).append(chunks)
-        return found
+            by_module.setdefault(str(node.target), []).append(chunks)
+        return by_module
 
     @cached_property
     def _first_calls(self) -> Mapping[str, int]:
@@ -222,10 +222,10 @@ class ChunkedModel:
 
     def weights_of(self, chunk: int) -> tuple[str, ...]:
         """Returns the names of the parameters and buffers that one chunk uses."""
-        found = {str(node.target) for node in self.nodes_of(chunk) if node.op == "get_attr"}
+        weights = {str(node.target) for node in self.nodes_of(chunk) if node.op == "get_attr"}
         for module in self.calls_of(chunk):
-            found.update(self.names.get(module, ()))
-        return tuple(sorted(found))
+            weights.update(self.names.get(module, ()))
+        return tuple(sorted(weights))
 
 
 def sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, CallSite | None]]:
@@ -268,7 +268,7 @@ def read_graph(
             fix="move what depends on values into a module of its own, or use nn.Sequential",
         )
     ignore_device_moves(graph)
-    names = {id(each): name for name, each in _tensors(model)}
+    names = {id(tensor): name for name, tensor in _tensors(model)}
     for node in list(graph.nodes):
         _read_weights(node, names)
     follow_writes(graph, model)
@@ -292,9 +292,9 @@ def weights_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
     >>> weights_by_module(nn.Sequential(nn.Linear(1, 1, bias=False)))
     {'': ('0.weight',), '0': ('0.weight',)}
     """
-    names = {id(each): name for name, each in _tensors(model)}
+    names = {id(tensor): name for name, tensor in _tensors(model)}
     return {
-        path: tuple(dict.fromkeys(names[id(each)] for _, each in _tensors(module)))
+        path: tuple(dict.fromkeys(names[id(tensor)] for _, tensor in _tensors(module)))
         for path, module in model.named_modules(remove_duplicate=False)
     }
 
@@ -332,7 +332,7 @@ class PreparedNode(NamedTuple):
 def prepare(model: nn.Module, chunked: ChunkedModel, chunk: int) -> tuple[PreparedNode, ...]:
     """Returns the graph nodes of one chunk with their functions looked up, for any number of calls of :func:`run`."""
     nodes = chunked.nodes_of(chunk)
-    kept = {value for edge in chunked.edges if edge.source == chunk for value in edge.values}
+    edge_values = {value for edge in chunked.edges if edge.source == chunk for value in edge.values}
     last_use: dict[str, fx.Node] = {}
     for node in nodes:
         for value in node.all_input_nodes:
@@ -341,7 +341,7 @@ def prepare(model: nn.Module, chunked: ChunkedModel, chunk: int) -> tuple[Prepar
         PreparedNode(
             node,
             _callee(model, node),
-            tuple(name for name, user in last_use.items() if user is node and name not in kept),
+            tuple(name for name, user in last_use.items() if user is node and name not in edge_values),
         )
         for node in nodes
     )
@@ -355,8 +355,8 @@ def _callee(model: nn.Module, node: fx.Node) -> Callable[..., Any] | None:
         assert callable(node.target)
         call = node.target
     elif node.op == "get_attr":
-        path, _, own = str(node.target).rpartition(".")
-        call = partial(getattr, model.get_submodule(path), own)  # looked up in each run: the tensor may be another
+        path, _, name = str(node.target).rpartition(".")
+        call = partial(getattr, model.get_submodule(path), name)  # looked up in each run: the tensor may be another
     elif node.op == "call_method":
         call = partial(_call_method, str(node.target))
     return torch.no_grad()(call) if call is not None and node.meta.get(NO_GRADIENT, False) else call

@@ -94,23 +94,25 @@ def called_elsewhere(model: nn.Module, allowed_callers: Mapping[str, AllowedCall
     >>> sorted(called_elsewhere(Looking(), {name: AllowedCallers.of("layers") for name in ("layers.0", "layers.2")}))
     ['layers.0']
     """
-    containers, found, untraceable = plain_containers(model), set[str](), set[str]()
+    containers, layers, untraceable = plain_containers(model), set[str](), set[str]()
     around = {path for allowed in allowed_callers.values() for path in _ancestors(allowed.owner)} - containers
-    for path in sorted(around, key=lambda each: -len(list(_ancestors(each)))):  # innermost first
+    for path in sorted(around, key=lambda ancestor: -len(list(_ancestors(ancestor)))):  # innermost first
         prefix = f"{path}." if path else ""
         # an untraceable module in between hides its calls from the modules around it
         inside = {
             layer: allowed
             for layer, allowed in allowed_callers.items()
             if allowed.owner.startswith(prefix) and allowed.owner != path
-            if not untraceable.intersection(each for each in _ancestors(allowed.owner) if each.startswith(prefix))
+            if not untraceable.intersection(
+                ancestor for ancestor in _ancestors(allowed.owner) if ancestor.startswith(prefix)
+            )
         }
         opened = {
-            each.removeprefix(prefix)
+            name.removeprefix(prefix)
             for allowed in inside.values()
             for caller in allowed.callers | {allowed.owner}
-            for each in (*_ancestors(caller), caller)
-            if each.startswith(prefix) and each != path
+            for name in (*_ancestors(caller), caller)
+            if name.startswith(prefix) and name != path
         }
         way = frozenset(opened)
         graph = kept(model.get_submodule(path), partial(trace, opened=way), way) if inside else None
@@ -119,10 +121,10 @@ def called_elsewhere(model: nn.Module, allowed_callers: Mapping[str, AllowedCall
             continue
         for node in graph.nodes:
             allowed = inside.get(f"{prefix}{node.target}") if node.op == "call_module" else None
-            running = [path, *(f"{prefix}{each}" for each in node.meta.get("within", ()))]
+            running = [path, *(f"{prefix}{name}" for name in node.meta.get("within", ()))]
             if allowed is not None and not allowed.is_caller(running, containers):
-                found.add(f"{prefix}{node.target}")
-    return found
+                layers.add(f"{prefix}{node.target}")
+    return layers
 
 
 def _ancestors(path: str) -> Iterator[str]:

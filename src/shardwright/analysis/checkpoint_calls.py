@@ -55,14 +55,14 @@ class CheckpointCall:
 
         A context that :func:`prepare_checkpoint` has put around the call stays around it.
         """
-        found: Callable[..., Any] = getattr(self.place, self._name)
-        return found.function if isinstance(found, _Prepared) else found
+        function: Callable[..., Any] = getattr(self.place, self._name)
+        return function.function if isinstance(function, _Prepared) else function
 
     @function.setter
     def function(self, function: Callable[..., Any]) -> None:
-        found = getattr(self.place, self._name)
-        if isinstance(found, _Prepared):
-            found.function = function
+        old_function = getattr(self.place, self._name)
+        if isinstance(old_function, _Prepared):
+            old_function.function = function
         else:
             setattr(self.place, self._name, function)
 
@@ -73,17 +73,17 @@ class CheckpointCall:
         function inside of the context ``within(kept)``.
         """
         if not hasattr(self.function, name):
-            again, made = self.function, kind()
+            again, store = self.function, kind()
 
             @wraps(again)
             def repeated(*args: Any, **named: Any) -> Any:
-                with within(made):
+                with within(store):
                     return again(*args, **named)
 
-            setattr(repeated, name, made)
+            setattr(repeated, name, store)
             self.function = repeated
-        found: _T = getattr(self.function, name)
-        return found
+        contents: _T = getattr(self.function, name)
+        return contents
 
 
 def checkpoint_call(within: CodeType) -> CheckpointCall | None:
@@ -106,7 +106,7 @@ def checkpoint_call(within: CodeType) -> CheckpointCall | None:
     (None, True)
     """
     places = list(_places(within))
-    if len(places) > 1 and any(each is not None for each in places):
+    if len(places) > 1 and any(checkpoint is not None for checkpoint in places):
         raise PlanError(
             "random numbers are drawn inside of several checkpoints, one in the other",
             given=f"{len(places)} checkpoints around the same code",
@@ -123,7 +123,7 @@ def checkpoints_around() -> Sequence[CheckpointCall]:
     """
     if torch.is_grad_enabled() and not is_in_checkpoint():
         return ()
-    return [each for each in _places(None) if each is not None]
+    return [checkpoint for checkpoint in _places(None) if checkpoint is not None]
 
 
 def saved_by() -> Any:

@@ -39,29 +39,29 @@ def chunks_by_parameter(chunked: _Chunked) -> dict[str, list[int]]:
         for name in chunked.weights_of(chunk):
             used.setdefault(name, []).append(chunk)
     # a tied name is that of the module where it comes first
-    names = [name for path, held in chunked.names.items() for name in held if name.rpartition(".")[0] == path]
+    names = [name for path, weights in chunked.names.items() for name in weights if name.rpartition(".")[0] == path]
     names = list(dict.fromkeys([*names, *used]))
     before, behind = _last_used(names, used), _last_used(reversed(names), used)
-    found: dict[str, list[int]] = {}
+    chunks: dict[str, list[int]] = {}
     for name in names:
         first, second = before[name], behind[name]
         if name in used:
-            found[name] = used[name]
+            chunks[name] = used[name]
         elif first is not None and (second is None or _num_common(name, first) >= _num_common(name, second)):
-            found[name] = [used[first][-1]]
+            chunks[name] = [used[first][-1]]
         else:
-            found[name] = [used[second][0] if second is not None else 0]
-    return found
+            chunks[name] = [used[second][0] if second is not None else 0]
+    return chunks
 
 
 def _last_used(names: Iterable[str], used: Collection[str]) -> dict[str, str | None]:
     """Returns, for each name, the last one before it that is among ``used``."""
-    found: dict[str, str | None] = {}
+    predecessors: dict[str, str | None] = {}
     last = None
     for name in names:
-        found[name] = last
+        predecessors[name] = last
         last = name if name in used else last
-    return found
+    return predecessors
 
 
 def _num_common(name: str, other: str) -> int:

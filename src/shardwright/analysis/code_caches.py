@@ -54,14 +54,16 @@ def code_caches_put_back(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]
     0
     """
     functions, modules, classes = _caches_of(frozenset(type(module) for module in model.modules()))
-    own = [each for module in model.modules() for each in vars(module).values() if type(each) is LRU_CACHE]
+    own_functions = [
+        attribute for module in model.modules() for attribute in vars(module).values() if type(attribute) is LRU_CACHE
+    ]
     names = [vars(module) for module in modules]
-    values = [each for held in (*names, *map(vars, classes)) for each in list(held.values())]
-    dicts = [*names, *(each for each in values if type(each) in _DICTS)]
-    before = [(each, dict(each)) for each in dicts if each is not sys.modules]  # which a module may hold by a name
-    lists = [(each, list(each)) for each in values if type(each) is list]
+    values = [variable for namespace in (*names, *map(vars, classes)) for variable in list(namespace.values())]
+    dicts = [*names, *(variable for variable in values if type(variable) in _DICTS)]
+    before = [(table, dict(table)) for table in dicts if table is not sys.modules]  # which a module may hold by a name
+    lists = [(variable, list(variable)) for variable in values if type(variable) is list]
     attributes = [(kind, dict(vars(kind))) for kind in classes]
-    known = [(each, each.cache_info()) for each in (*functions, *own)]
+    cache_infos = [(cache, cache.cache_info()) for cache in (*functions, *own_functions)]
     taken = list[tuple[str, Tensor]]()
 
     def note(value: Any, name: str, holder: Any = None) -> None:
@@ -70,32 +72,34 @@ def code_caches_put_back(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]
         It is the name of the global variable or class attribute whose value is ``holder``. Where there is none, or no
         holder is given, it is ``name``.
         """
-        variables = (item for held in (*names, *map(vars, classes)) for item in list(held.items()))
-        name = next((each for each, other in variables if other is holder), name) if holder is not None else name
+        variables = (item for namespace in (*names, *map(vars, classes)) for item in list(namespace.items()))
+        name = next((label for label, other in variables if other is holder), name) if holder is not None else name
         taken.extend((name, leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_meta)
 
     try:
         yield taken
     finally:
-        for function, info in known:
+        for function, info in cache_infos:
             if function.cache_info()[1:] != info[1:] and any(map(_has_meta, _results(function))):  # but for its hits
                 function.cache_clear()
         for entries, were in lists:
             if len(entries) != len(were) and any(map(_has_meta, entries)):
                 note(entries[len(were) :], "a list", entries)
                 entries[:] = were
-        for kind, held in attributes:
+        for kind, contents in attributes:
             for key, value in list(vars(kind).items()):
-                if held.get(key) is not value and _has_meta(value):
+                if contents.get(key) is not value and _has_meta(value):
                     note(value, key)
-                    setattr(kind, key, held[key]) if key in held else delattr(kind, key)
-        for now, held in before:
-            changed = {key: value for key, value in list(now.items()) if key not in held or held[key] is not value}
+                    setattr(kind, key, contents[key]) if key in contents else delattr(kind, key)
+        for now, contents in before:
+            changed = {
+                key: value for key, value in list(now.items()) if key not in contents or contents[key] is not value
+            }
             if any(map(_has_meta, changed.values())):
                 for key, value in changed.items():
                     note(value, str(key), now)
-                    if key in held:
-                        now[key] = held[key]
+                    if key in contents:
+                        now[key] = contents[key]
                     else:
                         now.pop(key, None)
 
@@ -109,9 +113,11 @@ def _caches_of(classes: frozenset[type]) -> tuple[tuple[Any, ...], tuple[ModuleT
     Classes of torch and of this library are left out. The Python modules are the ones that define the classes and their
     bases, and the user's own modules that those import from.
     """
-    kinds = {kind for each in classes for kind in each.__mro__ if isinstance(kind.__module__, str)}
-    own = tuple(each for each in kinds if each.__module__.partition(".")[0] not in ("torch", "shardwright", "builtins"))
-    names = {each.__module__ for each in own}
+    kinds = {kind for cls in classes for kind in cls.__mro__ if isinstance(kind.__module__, str)}
+    user_kinds = tuple(
+        kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "shardwright", "builtins")
+    )
+    names = {kind.__module__ for kind in user_kinds}
     packages = {name.partition(".")[0] for name in names - {"typing"}}
     modules = {name: sys.modules[name] for name in names if name.partition(".")[0] in packages and name in sys.modules}
     for module in [*modules.values()]:
@@ -125,8 +131,8 @@ def _caches_of(classes: frozenset[type]) -> tuple[tuple[Any, ...], tuple[ModuleT
             values.append(value)
             values += vars(value).values() if issubclass(type(value), type) and value.__module__ == name else ()
     seen: set[int] = set()
-    functions = {id(each): each for value in values for each in _cached(value, seen)}
-    return tuple(functions.values()), tuple(modules.values()), own
+    functions = {id(function): function for value in values for function in _cached(value, seen)}
+    return tuple(functions.values()), tuple(modules.values()), user_kinds
 
 
 def _home_of(value: Any) -> ModuleType | None:
@@ -136,8 +142,8 @@ def _home_of(value: Any) -> ModuleType | None:
     """
     kind = type(value)
     if issubclass(kind, ModuleType):
-        found: ModuleType = value
-        return found
+        module: ModuleType = value
+        return module
     if kind is not LRU_CACHE and not issubclass(kind, type | FunctionType):
         return None
     name = value.__module__
@@ -159,17 +165,17 @@ def _cached(value: Any, seen: set[int]) -> Iterator[Any]:
     """
     waiting = [value]
     while waiting:
-        each = waiting.pop()
-        kind = type(each)
+        candidate = waiting.pop()
+        kind = type(candidate)
         if kind is LRU_CACHE:
-            yield each
+            yield candidate
         elif kind in (staticmethod, classmethod):
-            waiting.append(each.__func__)
+            waiting.append(candidate.__func__)
         elif kind is property:
-            waiting.append(each.fget)
-        elif kind is FunctionType and each.__closure__ and id(each) not in seen:
-            seen.add(id(each))
-            for cell in each.__closure__:
+            waiting.append(candidate.fget)
+        elif kind is FunctionType and candidate.__closure__ and id(candidate) not in seen:
+            seen.add(id(candidate))
+            for cell in candidate.__closure__:
                 with suppress(ValueError):  # a cell may be empty
                     waiting.append(cell.cell_contents)
 

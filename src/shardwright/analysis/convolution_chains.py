@@ -84,7 +84,7 @@ def find_convolution_chains(
     used |= {
         path for path, module in model.named_modules(remove_duplicate=False) if id(module) in twice or path not in names
     }
-    found: list[ConvolutionChain] = []
+    chains: list[ConvolutionChain] = []
     traced: list[str] = []
     for path, module in model.named_modules():
         inside = any(not root or path.startswith(f"{root}.") for root in traced)
@@ -93,10 +93,10 @@ def find_convolution_chains(
         graph = trace(module, deep=True) if not _is_convolution(module) else None
         if graph is not None:
             traced.append(path)
-            found += _ChainSearch(module, path, graph, used, parts).chains()
-    allowed_callers = {layer: allowed for chain in found for layer, allowed in chain.allowed_callers.items()}
+            chains += _ChainSearch(module, path, graph, used, parts).chains()
+    allowed_callers = {layer: allowed for chain in chains for layer, allowed in chain.allowed_callers.items()}
     elsewhere = called_elsewhere(model, allowed_callers)
-    return tuple(chain for chain in found if not elsewhere.intersection(chain.allowed_callers))
+    return tuple(chain for chain in chains if not elsewhere.intersection(chain.allowed_callers))
 
 
 def _is_convolution(module: nn.Module | None) -> bool:
@@ -132,15 +132,15 @@ class _ChainSearch:
         ends = [node for node in self.graph.nodes if self._convolution(node) is not None]
         ends.sort(key=lambda node: cast(Any, self._convolution(node)).groups > 1)
         ends += [node for node in self.graph.nodes if is_exactly(module_of(node, self.root), nn.Linear)]
-        found = []
+        chains = []
         for node in ends:
             try:
                 chain = self._chain_to(node)
             except _NoChainError:
                 continue
             self.used.update((*chain.firsts, *chain.middles, chain.last))
-            found.append(chain)
-        return found
+            chains.append(chain)
+        return chains
 
     def _name(self, node: fx.Node) -> str:
         return f"{self.path}.{node.target}".lstrip(".")

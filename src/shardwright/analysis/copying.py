@@ -55,17 +55,19 @@ def copied(model: M, memo: dict[int, Any]) -> M:
     >>> other[0] is model[0], other[0].weight is model[0].weight, other.first.__defaults__[0] is other[0]
     (False, True, True)
     """
-    given = dict(memo)
+    backup = dict(memo)
     try:
         return _copied(model, memo)
     except RuntimeError:  # deepcopy's refusal of a tensor with a history; looking for them costs a walk
-        histories = [each for _, each in outside_registration(model) if isinstance(each, Tensor) and not each.is_leaf]
+        histories = [
+            value for _, value in outside_registration(model) if isinstance(value, Tensor) and not value.is_leaf
+        ]
         if not histories:
             raise
         memo.clear()
-        memo.update(given)
-        for each in histories:
-            memo.setdefault(id(each), each.detach().clone())
+        memo.update(backup)
+        for tensor in histories:
+            memo.setdefault(id(tensor), tensor.detach().clone())
         return _copied(model, memo)
 
 
@@ -75,22 +77,22 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
     plain = [module for module in modules if id(module) not in memo and is_plain[type(module)]]
     for module in plain:
         memo[id(module)] = object.__new__(type(module))
-    known = {*memo, id(None)}
+    known_ids = {*memo, id(None)}
     for module in plain:
-        own = memo[id(module)].__dict__
+        namespace = memo[id(module)].__dict__
         for name, value in vars(module).items():
             kind = type(value)
             if kind in ATOMS or kind is staticmethod:  # deepcopy refuses it; its function is rebuilt below
-                own[name] = value
+                namespace[name] = value
             elif isinstance(value, Tensor) and value.layout != torch.strided:  # deepcopy takes no compressed one
-                own[name] = memo.setdefault(id(value), value.detach().clone())
+                namespace[name] = memo.setdefault(id(value), value.detach().clone())
             elif kind in COLLECTIONS and not value and name in MODULE_ATTRIBUTES:
-                own[name] = memo.setdefault(id(value), kind())  # a hook's handle refers to it
-            elif name in REGISTERED and kind in DICTS and known.issuperset(map(id, value.values())):
-                items = ((key, None if each is None else memo[id(each)]) for key, each in value.items())
-                own[name] = memo.setdefault(id(value), kind(items))
+                namespace[name] = memo.setdefault(id(value), kind())  # a hook's handle refers to it
+            elif name in REGISTERED and kind in DICTS and known_ids.issuperset(map(id, value.values())):
+                items = ((key, None if entry is None else memo[id(entry)]) for key, entry in value.items())
+                namespace[name] = memo.setdefault(id(value), kind(items))
             else:
-                own[name] = copy.deepcopy(value, memo)
+                namespace[name] = copy.deepcopy(value, memo)
     other = copy.deepcopy(model, memo)
     _CopiedFunctions(memo).rebind(other)
     return other
@@ -145,11 +147,11 @@ class _CopiedFunctions:
         return self._inside(copy.deepcopy(value, self.memo)) if self._holds_original(value) else value
 
     def _holds_original(self, value: Any) -> bool:
-        entered = []
-        for _, each in reached(value, self._apart):
-            entered.append(id(each))
-            if id(each) in self.memo:
-                for key in entered:
+        keys = []
+        for _, part in reached(value, self._apart):
+            keys.append(id(part))
+            if id(part) in self.memo:
+                for key in keys:
                     del self._apart[key]
                 return True
         return False
@@ -185,7 +187,7 @@ class _CopiedFunctions:
             target = self._of(value())
             return value if target is value() else weakref.ref(target)
         if isinstance(value, tuple):
-            items = [self._inside(each) for each in value]
+            items = [self._inside(entry) for entry in value]
             if all(map(_same, items, value)):
                 return value
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -195,34 +197,34 @@ class _CopiedFunctions:
 
     def _enter_copy(self, value: Any) -> None:
         if isinstance(value, dict):
-            for key, each in list(dict.items(value)):
-                if (now := self._inside(each)) is not each:
+            for key, entry in list(dict.items(value)):
+                if (now := self._inside(entry)) is not entry:
                     dict.__setitem__(value, key, now)
         elif isinstance(value, list | deque):
-            for number, each in enumerate(list(value)):
-                if (now := self._inside(each)) is not each:
+            for number, entry in enumerate(list(value)):
+                if (now := self._inside(entry)) is not entry:
                     value[number] = now
         elif isinstance(value, set):
-            items = [self._inside(each) for each in value]
+            items = [self._inside(member) for member in value]
             if not all(map(_same, items, value)):
                 value.clear()
                 value.update(items)
         elif isinstance(value, partial):
-            named = {name: self._inside(each) for name, each in value.keywords.items()}
+            named = {name: self._inside(argument) for name, argument in value.keywords.items()}
             state: Any = value
             state.__setstate__((self._inside(value.func), tuple(map(self._inside, value.args)), named, vars(value)))
         if isinstance(value, nn.Module):
             self.rebind(value)
             return
-        for name, each in attributes(value).items():
-            if (now := self._inside(each)) is not each:
+        for name, entry in attributes(value).items():
+            if (now := self._inside(entry)) is not entry:
                 object.__setattr__(value, name, now)
 
     def _function(self, function: FunctionType) -> FunctionType:
         """Returns a function with the same code that refers to the copies, or itself if it refers to nothing copied."""
         if id(function) in self.memo:
-            found: FunctionType = self.memo[id(function)]
-            return found
+            counterpart: FunctionType = self.memo[id(function)]
+            return counterpart
         if not self._holds_original(function):
             return function
         before = function.__closure__ or ()
@@ -243,12 +245,12 @@ class _CopiedFunctions:
         """Returns the closure cell for the copy: a new, empty one if the cell refers to an original object."""
         if id(cell) not in self.memo:
             try:
-                held = self._holds_original(cell.cell_contents)
+                holds_original = self._holds_original(cell.cell_contents)
             except ValueError:  # an empty cell
-                held = False
-            self.memo[id(cell)] = CellType() if held else cell
-        found: CellType = self.memo[id(cell)]
-        return found
+                holds_original = False
+            self.memo[id(cell)] = CellType() if holds_original else cell
+        counterpart: CellType = self.memo[id(cell)]
+        return counterpart
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -266,18 +268,18 @@ def check_apart(model: nn.Module, other: nn.Module) -> None:
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> check_apart(model, copied(model, {}))
     """
-    wanted = {id(each): f"module '{name}'" if name else "the model" for name, each in model.named_modules()}
-    wanted |= {id(each): f"parameter '{name}'" for name, each in model.named_parameters()}
-    wanted |= {id(each): f"buffer '{name}'" for name, each in model.named_buffers()}
-    for place, each in (*outside_registration(other), *_held_by_classes(other)):
-        names = list(globals_read(each, wanted)) if isinstance(each, FunctionType) else []
-        if id(each) not in wanted and not names:
+    descriptions = {id(module): f"module '{name}'" if name else "the model" for name, module in model.named_modules()}
+    descriptions |= {id(parameter): f"parameter '{name}'" for name, parameter in model.named_parameters()}
+    descriptions |= {id(buffer): f"buffer '{name}'" for name, buffer in model.named_buffers()}
+    for place, value in (*outside_registration(other), *_held_by_classes(other)):
+        names = list(globals_read(value, descriptions)) if isinstance(value, FunctionType) else []
+        if id(value) not in descriptions and not names:
             continue
-        what, how = wanted.get(id(each), "a part of the model"), ""
+        what, how = descriptions.get(id(value), "a part of the model"), ""
         if names:
-            code = each.__code__
+            code = value.__code__
             how = f" by the global name '{names[0]}', in line {code.co_firstlineno} of {code.co_filename}"
-            what = wanted.get(id(each.__globals__[names[0]]), what)
+            what = descriptions.get(id(value.__globals__[names[0]]), what)
         raise PlanError(
             f"{place} holds a part of the model in a way that cannot be copied",
             given=f"{what}{how}",
@@ -291,11 +293,11 @@ def _may_be_shared(value: Any) -> bool:
     if not isinstance(value, nn.Module) or [*value.parameters(), *value.buffers()]:
         return False
     return all(
-        type(each).__module__.startswith("torch.nn.modules.")
-        and not isinstance(each, _DropoutNd | nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d)
-        and not any(held for name, held in vars(each).items() if name.endswith("_hooks"))
-        and "forward" not in vars(each)
-        for each in value.modules()
+        type(module).__module__.startswith("torch.nn.modules.")
+        and not isinstance(module, _DropoutNd | nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d)
+        and not any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks"))
+        and "forward" not in vars(module)
+        for module in value.modules()
     )
 
 
@@ -319,7 +321,7 @@ def _held_by_classes(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 named = _named_in_forwards(model, kinds) if named is None else named
                 if name not in named:
                     continue
-            yield from ((f"{kind.__qualname__}.{name}{words}", each) for words, each in reached(value, seen))
+            yield from ((f"{kind.__qualname__}.{name}{words}", part) for words, part in reached(value, seen))
 
 
 def _is_of_a_library(module: str) -> bool:
@@ -336,23 +338,23 @@ def _named_in_forwards(model: nn.Module, kinds: Iterable[type]) -> set[str]:
 
     Such are attributes of ``kinds`` and global functions. What the model holds in attributes and hooks counts too.
     """
-    waiting = [each for _, each in outside_registration(model) if isinstance(each, FunctionType)]
+    waiting = [part for _, part in outside_registration(model) if isinstance(part, FunctionType)]
     functions = defaultdict[str, list[FunctionType]](list)
     for kind in kinds:
         for name, value in vars(kind).items():
             inside = reached(value, {}) if not isinstance(value, list | dict | set) else ()
-            functions[name] += [each for _, each in inside if isinstance(each, FunctionType)]
-    waiting += [each for name in ("forward", "__call__", "__getattr__") for each in functions[name]]
-    found, met = set[str](), set[FunctionType]()
+            functions[name] += [part for _, part in inside if isinstance(part, FunctionType)]
+    waiting += [method for name in ("forward", "__call__", "__getattr__") for method in functions[name]]
+    all_names, met = set[str](), set[FunctionType]()
     while waiting:
         function = waiting.pop()
         if function in met:
             continue
         met.add(function)
         names = {name for code in code_objects(function) for name in code.co_names}
-        found |= names
-        waiting += [each for name in names for each in functions[name]]
+        all_names |= names
+        waiting += [method for name in names for method in functions[name]]
         for value in (function.__globals__.get(name) for name in names):
             if _is_followed(value):
-                waiting += [each for _, each in reached(value, {}) if isinstance(each, FunctionType)]
-    return found
+                waiting += [part for _, part in reached(value, {}) if isinstance(part, FunctionType)]
+    return all_names

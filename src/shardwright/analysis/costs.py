@@ -125,31 +125,31 @@ def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite,
     >>> by_example(model, read_graph(model), torch.empty(2, 4, device="meta"))
     {CallSite(module='0', number=0): Cost(work=128.0, parameter_bytes=160, activation_bytes=64)}
     """
-    found: dict[CallSite, Cost] = {}
-    known: dict[object, tuple[Cost, Any]] = {}  # modules that are alike are run once
+    costs: dict[CallSite, Cost] = {}
+    by_key: dict[object, tuple[Cost, Any]] = {}  # modules that are alike are run once
     call_sites = {node: site for node, site in sites(graph) if site is not None}
     chunked = ChunkedModel(graph, dict.fromkeys(call_sites.values(), 0), 1)
 
     def counted_call(site: CallSite, call: Any, *args: Any, **named: Any) -> Any:
         key = _key_of(call, args, named, values)
-        if key is not None and key in known:
-            found[site], result = known[key]
+        if key is not None and key in by_key:
+            costs[site], result = by_key[key]
             return result.tensor()
         with CostCounting() as counting:
             out = call(*args, **named)
-        found[site] = Cost(counting.work, _bytes(call), counting.result_bytes)
+        costs[site] = Cost(counting.work, _bytes(call), counting.result_bytes)
         result = result_of(out)
         if result is not None and key == _key_of(call, (*args, out), named, values, num_given=len(args)):
-            known[key] = found[site], result
+            by_key[key] = costs[site], result
         return out
 
     ready = [
-        each._replace(call=partial(counted_call, call_sites[each.node], each.call)) if each.node in call_sites else each
-        for each in prepare(model, chunked, 0)
+        step._replace(call=partial(counted_call, call_sites[step.node], step.call)) if step.node in call_sites else step
+        for step in prepare(model, chunked, 0)
     ]
     with torch.no_grad(), buffers_put_back(model), on_meta(model) as values, OnMeta(), ignoring_batch_statistics(model):
         run(ready, bind(chunked, inputs))
-    return found
+    return costs
 
 
 def _key_of(
@@ -165,10 +165,10 @@ def _key_of(
     tensors = tensors_of((args, named))
     if values is None or any(values.values(tensor) is not None for tensor in tensors):
         return None
-    given = [result_of(each) or _setting(each) for each in (*args[:num_given], *named.values())]
-    if None in given:
+    arguments = [result_of(argument) or _setting(argument) for argument in (*args[:num_given], *named.values())]
+    if None in arguments:
         return None
-    return (*likeness(call), *given, *named)
+    return (*likeness(call), *arguments, *named)
 
 
 def _setting(value: Any) -> object:
@@ -186,7 +186,7 @@ def by_weights(model: nn.Module, graph: fx.Graph, num_tokens: int) -> dict[CallS
     >>> by_weights(model, read_graph(model), 2)[CallSite("0")].work
     128.0
     """
-    found = {}
+    costs = {}
     for _, site in sites(graph):
         if site is None:
             continue
@@ -195,8 +195,8 @@ def by_weights(model: nn.Module, graph: fx.Graph, num_tokens: int) -> dict[CallS
         for layer in module.modules():
             if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
                 size += sum(p.numel() for p in layer.parameters(recurse=False) if p.dim() > 1)
-        found[site] = Cost(2.0 * size * num_tokens, _bytes(module), 0)
-    return found
+        costs[site] = Cost(2.0 * size * num_tokens, _bytes(module), 0)
+    return costs
 
 
 def counted(model: nn.Module, graph: fx.Graph, example: Any, num_tokens: int) -> dict[CallSite, Cost]:
@@ -257,7 +257,7 @@ def time_layers(model: nn.Module, inputs: Any, repeats: int = 5) -> dict[str, fl
     device = next((leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), torch.device("cpu"))
     began: list[devices.Moment] = []
     calls: list[tuple[str, devices.Moment, devices.Moment]] = []
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
 
     def before(*_: Any) -> None:
         began.append(devices.moment(device))
@@ -277,11 +277,11 @@ def time_layers(model: nn.Module, inputs: Any, repeats: int = 5) -> dict[str, fl
                 for path, start, end in calls:
                     spent[path] = spent.get(path, 0.0) + devices.seconds_between(start, end)
                 for path, seconds in spent.items():
-                    found.setdefault(path, []).append(seconds)
+                    times.setdefault(path, []).append(seconds)
     finally:
         for handle in handles:
             handle.remove()
-    return {path: statistics.median(seconds[1:]) for path, seconds in found.items()}
+    return {path: statistics.median(seconds[1:]) for path, seconds in times.items()}
 
 
 def _bytes(call: Any) -> int:

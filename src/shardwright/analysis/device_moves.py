@@ -49,7 +49,7 @@ def without_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tup
 
 def _names_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
     """Returns whether the arguments of a ``Tensor.to`` call name a device, or a tensor whose device to take."""
-    return any(isinstance(each, str | int | torch.device | Tensor) for each in args[:1]) or bool(
+    return any(isinstance(arg, str | int | torch.device | Tensor) for arg in args[:1]) or bool(
         {"device", "other"} & named.keys()
     )
 
@@ -73,7 +73,7 @@ _MADE = "_shardwright_made"
 
 def mark_made(result: Any, args: tuple[Any, ...]) -> Any:
     """Marks a CPU tensor that a function called with ``args`` has returned as made in this forward; returns it."""
-    if type(result) is Tensor and not result.is_meta and all(result is not each for each in args):
+    if type(result) is Tensor and not result.is_meta and all(result is not arg for arg in args):
         setattr(result, _MADE, True)
     return result
 
@@ -102,20 +102,20 @@ def to_meta_if_written(function: Callable[..., Any], args: tuple[Any, ...], name
         return
     if not hasattr(target if target._base is None else target._base, _MADE):
         return
-    if not any(each.is_meta for each in tensors_of((args[1:], named))):
+    if not any(tensor.is_meta for tensor in tensors_of((args[1:], named))):
         return
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         base = target if target._base is None else target._base
-        made = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+        meta_base = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
         if base is target:
-            _swap(base, made)
+            _swap(base, meta_base)
             return
         place = target.shape, target.stride(), target.storage_offset()
         view = torch.empty(0, dtype=base.dtype, device="meta")  # of the same storage, but it does not hold its base
-        view.set_(made.untyped_storage(), place[2] - base.storage_offset(), *place[:2])
+        view.set_(meta_base.untyped_storage(), place[2] - base.storage_offset(), *place[:2])
         if _swap(target, view):
             del view  # it holds the base now
-            if not _swap(base, made):
+            if not _swap(base, meta_base):
                 torch.utils.swap_tensors(target, base.as_strided(*place))
 
 
@@ -252,10 +252,10 @@ class IgnoresDeviceMoves(TorchFunctionMode):
         named = dict(kwargs or {})
         if func not in _MOVES:
             func = self._instead[func] if is_replaced else func
-            found = tensors_of((args, named) if named else args)
-            if self._are_mixed(found) and func not in TAKES_GRADIENT:
+            tensors = tensors_of((args, named) if named else args)
+            if self._are_mixed(tensors) and func not in TAKES_GRADIENT:
                 if self._device.type == "meta" and _writes(func):
-                    self._on_meta.pop(found[0], None)  # its key is a weak reference, with which no tensor is swapped
+                    self._on_meta.pop(tensors[0], None)  # its key is a weak reference, with which no tensor is swapped
                     to_meta_if_written(func, args, named)
                 counts = args[1] if func in _OF_PACKED and len(args) > 1 and _is_count(args[1]) else None
                 args, named = tree_map_only(Tensor, lambda x: x if x is counts else self._on_device(x), (args, named))
@@ -271,9 +271,9 @@ class IgnoresDeviceMoves(TorchFunctionMode):
         if len(tensors) < 2:
             return False
         if self._device.type == "meta":  # asked for by most calls of a rehearsal: is_meta is read faster than a device
-            on_meta = [each.is_meta for each in tensors]
+            on_meta = [tensor.is_meta for tensor in tensors]
             return not all(on_meta) and any(on_meta)
-        devices = {each.device.type for each in tensors}
+        devices = {tensor.device.type for tensor in tensors}
         return len(devices) > 1 and self._device.type in devices
 
     def _on_device(self, tensor: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ class DrawCall:
         is taken.
         """
         operands = [self.given.get(name) for name in ("input", "mean", "std")]
-        tensors = [each for each in operands if isinstance(each, Tensor)]
+        tensors = [operand for operand in operands if isinstance(operand, Tensor)]
         return max(tensors, key=Tensor.numel) if tensors else result
 
     def without_numbers(self) -> Any:
@@ -196,21 +196,21 @@ def draw_of(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> D
     >>> draw_of(functional.dropout, (torch.ones(2), 0.1, False), {}) is None
     True
     """
-    found = _PARAMETERS.get(function)
-    if found is None:
+    entry = _PARAMETERS.get(function)
+    if entry is None:
         return None
-    kind, parameters = found
-    given = _bound(parameters, args, named)
-    call = DrawCall(function, kind, given)
+    kind, parameters = entry
+    arguments = _bound(parameters, args, named)
+    call = DrawCall(function, kind, arguments)
     if kind == "drop":
-        draws = given["training"] and given["p"] > 0
+        draws = arguments["training"] and arguments["p"] > 0
     elif kind == "attend":
-        draws = given["dropout_p"] > 0
+        draws = arguments["dropout_p"] > 0
     elif kind == "recur":
-        packed = not isinstance(given["has_biases"], bool)  # torch calls it with another list of parameters
+        packed = not isinstance(arguments["has_biases"], bool)  # torch calls it with another list of parameters
         if packed:
-            given = _bound(parameters, (args[0], *args[2:]), named)
-        draws = given["training"] and given["dropout"] > 0 and given["num_layers"] > 1
+            arguments = _bound(parameters, (args[0], *args[2:]), named)
+        draws = arguments["training"] and arguments["dropout"] > 0 and arguments["num_layers"] > 1
         if packed and draws:
             raise PlanError(
                 "dropout between the layers of a recurrent network needs padded sequences",
@@ -219,7 +219,7 @@ def draw_of(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> D
                 fix="give the layer the padded tensor, or use a layer for each with nn.Dropout between",
             )
     else:
-        draws = kind != "rrelu" or given["training"]
+        draws = kind != "rrelu" or arguments["training"]
     return call if draws else None
 
 
@@ -244,22 +244,22 @@ def draws_by_method(name: str) -> bool:
 
 def _bound(parameters: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call by parameter name, bound as torch's parser does."""
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     names = []
-    for each in parameters.split(" "):
-        name, _, default = each.partition("=")
+    for parameter in parameters.split(" "):
+        name, _, default = parameter.partition("=")
         names.append(_OTHER_NAMES.get(name, name).removeprefix("*"))
-        given[names[-1]] = _value(default) if default else None
+        arguments[names[-1]] = _value(default) if default else None
     if parameters.startswith("*size") and args and isinstance(args[0], int):
         args = (args,)
     if names[:2] == ["low", "high"] and _is_high(args, named):
         args = (0, *args)
-    given |= zip(names, args, strict=False)
-    given |= {_OTHER_NAMES.get(name, name): value for name, value in named.items()}
+    arguments |= zip(names, args, strict=False)
+    arguments |= {_OTHER_NAMES.get(name, name): value for name, value in named.items()}
     for low, high in (("low", "high"), ("from", "to")):
-        if names[:3] == ["input", low, high] and given[high] is None:
-            given[low], given[high] = 0, given[low]  # one number is the end of the range
-    return given
+        if names[:3] == ["input", low, high] and arguments[high] is None:
+            arguments[low], arguments[high] = 0, arguments[low]  # one number is the end of the range
+    return arguments
 
 
 def _is_high(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:

@@ -154,23 +154,23 @@ class Draws:
 
     def in_modules(self) -> dict[str, set[SamplePlace | None]]:
         """Returns, by module name, in which dims the drawn tensors hold the samples; None for one without samples."""
-        found: dict[str, set[SamplePlace | None]] = {}
+        by_module: dict[str, set[SamplePlace | None]] = {}
         for (path, _, _), place in self.places.items():
-            found.setdefault(path, set()).add(place)
-        return found
+            by_module.setdefault(path, set()).add(place)
+        return by_module
 
     def folds_of(self, path: str, num_heads: int) -> frozenset[tuple[int, int]]:
         """Returns how the rows of an attention's scores are made of samples: (outside, inside) for each kind of call.
 
         The rows are those of ``outside`` times the samples times ``inside``; (1, 1) where each row is a sample's.
         """
-        found = set()
+        folds = set()
         for key, place in self.places.items():
             if key[0] == path and place not in (None, ALONE, MIXED, SELECTED) and place.dim == 0:
                 # scores are (rows * heads, queries, keys), or have a dim for heads
                 inside = place.inside // num_heads if self.num_dims[key] == 3 else place.inside
-                found.add((place.outside, inside))
-        return frozenset(found)
+                folds.add((place.outside, inside))
+        return frozenset(folds)
 
     def check(
         self, *, are_threads: bool, cuts: bool, cuts_samples: bool, cuts_batch: bool = True,
@@ -309,13 +309,13 @@ def draws_of(
     )  # fmt: skip
     draws.unkeyed = tuple(dict.fromkeys((call.module, call.name) for call in recording.calls if call.name in UNKEYED))
     found = list(found)
-    drawing = {each.key[0] for each in found}
+    drawing = {draw.key[0] for draw in found}
     by_rows = {
         module
         for module in recording.selecting
         if any(is_inside(path, module) for path in drawing) and _selects_rows(module, recording, axes)
     }
-    places = {each.key: MIXED if flow.permutes(each.use) else _place(each.use, recording, axes) for each in found}
+    places = {draw.key: MIXED if flow.permutes(draw.use) else _place(draw.use, recording, axes) for draw in found}
     alone = _drawn_alone(found, flow, places)
     loops = sample_loops(alone, recording.num_samples)
     for path, call, number in places:
@@ -335,7 +335,9 @@ def draws_of(
         draws.functions[key] = function
     draws.loops = {path: loop for path, loop in loops.items() if loop is not None}
     drawn_alone = {
-        path for path, calls in alone.items() if any(each is not None for own in calls.values() for each in own)
+        path
+        for path, calls in alone.items()
+        if any(sample is not None for samples in calls.values() for sample in samples)
     }
     draws.unfollowed = frozenset(drawn_alone - loops.keys())
     selected = [path for (path, _, _), place in draws.places.items() if place == SELECTED]
@@ -378,8 +380,8 @@ def _drawing_for_rows(found: Sequence[FoundDraw]) -> set[str]:
     draws less often than in the record. The numbers of such draws are counted by row, those of other draws by call:
     a module that draws in both ways would have other calls than in the record.
     """
-    others = {each.key[0] for each in found if each.function not in OF_ROWS or not each.is_kept}
-    return {each.key[0] for each in found} - others
+    others = {draw.key[0] for draw in found if draw.function not in OF_ROWS or not draw.is_kept}
+    return {draw.key[0] for draw in found} - others
 
 
 def _selects_rows(module: str, recording: Recording, axes: RunAxes) -> bool:
@@ -397,7 +399,7 @@ def _selects_rows(module: str, recording: Recording, axes: RunAxes) -> bool:
             return False
         if call.name not in ("index", "index_select") or not is_inside(call.module, module):
             continue
-        places = [_place(each, recording, axes) for each in (*call.operands, *call.results)]
+        places = [_place(use, recording, axes) for use in (*call.operands, *call.results)]
         if all(place is None for place in places[1:]) or places[-1] not in (None, MIXED):
             continue  # by numbers, or it selects no samples
         place = places[0]
@@ -451,13 +453,13 @@ def _around(axis: DimAxis, batch: set[DimAxis]) -> tuple[int, int] | None:
     axis = root(axis)
     if axis.is_leaf:
         return (1, 1) if axis in batch else None
-    found = [_around(inner, batch) for inner in axis.inner]
+    factors = [_around(inner, batch) for inner in axis.inner]
     if axis.parts is not None:  # several batches, end to end
-        first = found[0]
-        same = first is not None and all(each == first for each in found)
-        return (len(found) * first[0], first[1]) if same and first is not None else None
+        first = factors[0]
+        same = first is not None and all(factor == first for factor in factors)
+        return (len(factors) * first[0], first[1]) if same and first is not None else None
     holding = [number for number, inner in enumerate(axis.inner) if batch & set(leaves(inner))]
-    around = found[holding[0]] if len(holding) == 1 else None
+    around = factors[holding[0]] if len(holding) == 1 else None
     if around is None:
         return None
     sizes = [root(inner).size for inner in axis.inner]
@@ -487,16 +489,18 @@ class FindsDraws(TorchFunctionMode):
         use = self._recorded.use(call.drawn(result))
         if not isinstance(result, Tensor) or result.numel() != 1:
             # one number keeps its value: code may read it, as that which skips layers at random does
-            for each in (use, *(self._recorded.use(x) for x in (result,) if isinstance(x, Tensor))):
-                each.kind = "" if each.kind == "constant" else each.kind
+            for tensor_use in (use, *(self._recorded.use(x) for x in (result,) if isinstance(x, Tensor))):
+                tensor_use.kind = "" if tensor_use.kind == "constant" else tensor_use.kind
         where = self._recorded.where()
         number = self._numbers.get(where, 0)
         self._numbers[where] = number + 1
-        given = call.get("generator")
-        own = None if given is None or given is torch.default_generator else (given, given.get_state())
+        generator = call.get("generator")
+        state = (
+            None if generator is None or generator is torch.default_generator else (generator, generator.get_state())
+        )
         is_kept = saved_by() is None and torch.is_grad_enabled()
         self.found.append(
-            FoundDraw((*where, number), use, call.name, own, is_kept, len(self._recorded.recording.calls))
+            FoundDraw((*where, number), use, call.name, state, is_kept, len(self._recorded.recording.calls))
         )
         return result
 
@@ -507,7 +511,7 @@ def moved_on(found: Sequence[FoundDraw]) -> Iterator[None]:
 
     A forward that makes or seeds a generator itself draws the same numbers inside of it (:func:`seeded_draws`).
     """
-    generators = {id(each.generator[0]): each.generator[0] for each in found if each.generator is not None}
+    generators = {id(draw.generator[0]): draw.generator[0] for draw in found if draw.generator is not None}
     before = [generator.get_state() for generator in generators.values()]
     for generator in generators.values():
         torch.rand(3, generator=generator, device=generator.device)
@@ -524,10 +528,10 @@ def seeded_draws(first: Sequence[FoundDraw], again: Sequence[FoundDraw]) -> list
     ``first`` are the draws of one run, and ``again`` those of a run inside of :func:`moved_on`. A generator that the
     model keeps has another state there, unless the forward has seeded it.
     """
-    states = {each.key: each.generator[1] for each in again if each.generator is not None}
+    states = {draw.key: draw.generator[1] for draw in again if draw.generator is not None}
     alike = (
-        each.key
-        for each in first
-        if each.generator is not None and each.key in states and torch.equal(each.generator[1], states[each.key])
+        draw.key
+        for draw in first
+        if draw.generator is not None and draw.key in states and torch.equal(draw.generator[1], states[draw.key])
     )
     return list(alike)

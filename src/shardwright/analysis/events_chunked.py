@@ -47,15 +47,15 @@ class EventsChunked:
 
         Raises: LayoutError: this forward does not make the calls at which chunks begin, or makes them in another order.
         """
-        found = [0]
+        bounds = [0]
         for site in self.starts[1:]:
             calls = self.record.calls.get(site.module, [])
             event = calls[site.number] if site.number < len(calls) else None
             if self.planned is not None and len(calls) <= site.number:
-                found.append(self._next(self.planned, len(found), found[-1]))
+                bounds.append(self._next(self.planned, len(bounds), bounds[-1]))
                 continue
             # in the planned forward every chunk makes a call; in another, a chunk may be skipped
-            first = found[-1] + 1 if self.planned is None else found[-1]
+            first = bounds[-1] + 1 if self.planned is None else bounds[-1]
             if event is None or event < first:
                 raise LayoutError(
                     f"this forward does not call '{site.module}', where a stage begins, in the order of the cut",
@@ -63,8 +63,8 @@ class EventsChunked:
                     allowed="forwards that make the calls of the example in its order, in training and in evaluation",
                     fix=f"{EXAMPLE}, with these arguments; or name other modules: cut:first,second",
                 )
-            found.append(event)
-        return (*found, len(self.record.events))
+            bounds.append(event)
+        return (*bounds, len(self.record.events))
 
     def _next(self, planned: EventsChunked, chunk: int, first: int) -> int:
         """Returns the event at which a chunk begins if its first call is skipped: its next call, or a later chunk's.
@@ -177,16 +177,16 @@ class EventsChunked:
         A value lists pairs of a module's path and the number of its calls before the event, from which a rank continues
         to count. Events without such modules have no entry.
         """
-        found = {}
+        repeats = {}
         for number, event in enumerate(self.record.events):
             first, repeated = self.bounds[self.chunk_of[number]], []
             for path in self.record.inside.get(event.name, ()) if event.number is not None else ():
-                calls = [made for made in self.record.calls.get(path, ()) if made is not None]
+                calls = [index for index in self.record.calls.get(path, ()) if index is not None]
                 if calls and calls[0] < first:
-                    repeated.append((path, sum(made < number for made in calls)))
+                    repeated.append((path, sum(index < number for index in calls)))
             if repeated:
-                found[number] = repeated
-        return found
+                repeats[number] = repeated
+        return repeats
 
     def lines(self) -> list[str]:
         """Returns a line of text for each event (recorded call) with its chunk, by which ranks compare their cuts."""

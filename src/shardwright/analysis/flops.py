@@ -27,7 +27,7 @@ def flop_formula(packet: Any) -> Callable[..., int] | None:
 
 def flops_of_groups(first: Any, second: Any, *_: Any, **__: Any) -> int:
     """Returns the FLOPs of ``_grouped_mm``; they do not depend on the sizes of the groups."""
-    a, b = (each.shape if isinstance(each, Tensor) else each for each in (first, second))
+    a, b = (operand.shape if isinstance(operand, Tensor) else operand for operand in (first, second))
     groups = a[0] if len(a) == len(b) == 3 else 1
     return 2 * groups * prod(a[-2:]) * b[-1]
 

@@ -87,16 +87,16 @@ class ParameterIndex:
     def __init__(self, model: nn.Module) -> None:
         # reversed, so that the first of several tied names wins
         parameters = reversed(list(model.named_parameters(remove_duplicate=False)))
-        self.parameters: dict[int, tuple[str, Tensor]] = {id(each): (name, each) for name, each in parameters}
+        self.parameters: dict[int, tuple[str, Tensor]] = {id(tensor): (name, tensor) for name, tensor in parameters}
         buffers = reversed(list(model.named_buffers(remove_duplicate=False)))
-        self.buffers = {id(each): (name, each) for name, each in buffers}
+        self.buffers = {id(tensor): (name, tensor) for name, tensor in buffers}
 
     @contextmanager
     def also(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
         """Returns a context in which the tensors in ``parameters`` count as parameters too, under the names given."""
         known = self.parameters
         if parameters:
-            self.parameters = {**known, **{id(each): (name, each) for name, each in parameters.items()}}
+            self.parameters = {**known, **{id(tensor): (name, tensor) for name, tensor in parameters.items()}}
         try:
             yield
         finally:
@@ -104,13 +104,13 @@ class ParameterIndex:
 
     def of(self, tensor: Tensor) -> str | None:
         """Returns the name of a parameter, or None for any other tensor."""
-        found = self.parameters.get(id(tensor))
-        return None if found is None else found[0]
+        entry = self.parameters.get(id(tensor))
+        return None if entry is None else entry[0]
 
     def any_of(self, tensor: Tensor) -> str | None:
         """Returns the name of a parameter or buffer, or None for any other tensor."""
-        found = self.buffers.get(id(tensor))
-        return self.of(tensor) if found is None else found[0]
+        entry = self.buffers.get(id(tensor))
+        return self.of(tensor) if entry is None else entry[0]
 
 
 @contextmanager
@@ -173,20 +173,20 @@ class _ForwardRecorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
-        given = tensors_of((args, named))
-        if func in TAKES_GRADIENT and any(id(tensor) in self._varying for tensor in given):
+        operands = tensors_of((args, named))
+        if func in TAKES_GRADIENT and any(id(tensor) in self._varying for tensor in operands):
             self.record.own_backward.add("")  # with respect to inputs, which are no meta tensors in a run
         elif (func in TAKES_GRADIENT or func in _HOOKS) and self._unit is None:
             self.record.own_backward.add(self._running[-1][0])
-        self._note_functions(given)
-        for tensor in given:
+        self._note_functions(operands)
+        for tensor in operands:
             self._look_at(tensor)
-        takes = tuple(map(self._name, given))
+        takes = tuple(map(self._name, operands))
         if isinstance(func, torch._ops.OpOverload) and self._unit is None and takes.count(None) < len(takes):
             # no function called it: a script did, of which a real run shows no function mode anything
             self.record.own_backward.add(self._running[-1][0])
         in_transform = torch._C._functorch.peek_interpreter_stack() is not None
-        if in_transform and self._unit is None and any(map(_needs_gradient, given)):
+        if in_transform and self._unit is None and any(map(_needs_gradient, operands)):
             # torch.vmap and similar transforms wrap tensors, and a ghost of another stage can be made in none; masks of
             # inputs have no stage
             self.record.own_backward.add(self._running[-1][0])
@@ -194,30 +194,30 @@ class _ForwardRecorder(TorchFunctionMode):
         if draw is not None:
             self._num_draws[self._running[-1]] += 1
         if all(name is None for name in takes):
-            return self._free(func, args, named, given, draw)
-        versions, before = [tensor._version for tensor in given], self._work.now()
-        num_reads, varies = self._values.num_reads, any(id(tensor) in self._varying for tensor in given)
+            return self._free(func, args, named, operands, draw)
+        versions, before = [tensor._version for tensor in operands], self._work.now()
+        num_reads, varies = self._values.num_reads, any(id(tensor) in self._varying for tensor in operands)
         results = self._selecting(func, args, named)
         if varies and self._values.num_reads > num_reads:
             self._decides_by_inputs()
         if varies and not self.record.is_one_path:  # the number of what is picked, as by nonzero(), may be another
             self.record.selections.add(len(self.record.events))
-        if self._has_autocast and function_name(func) in _CONVERSIONS and any(results is each for each in given):
+        if self._has_autocast and function_name(func) in _CONVERSIONS and any(results is value for value in operands):
             with below_functions():
                 results = results.view_as(results)  # in a run its operand has another dtype; meta tensors keep theirs
-        made = tensors_of(results)
-        written = [place for place, tensor in enumerate(given) if tensor._version != versions[place]]
+        outputs = tensors_of(results)
+        written = [place for place, tensor in enumerate(operands) if tensor._version != versions[place]]
         if self._unit is not None:
             inside = self._unit, -1
-            for tensor in [each for each in made if all(each is not other for other in given)]:
+            for tensor in [output for output in outputs if all(output is not other for other in operands)]:
                 tag_value(tensor, inside)
-        elif made or written:
+        elif outputs or written:
             reads = frozenset(name for name in takes if isinstance(name, str))
-            if any(self.names.any_of(given[place]) is not None for place in written):
+            if any(self.names.any_of(operands[place]) is not None for place in written):
                 self.record.writing.add(self._running[-1][0])
             self._note_callers(sys._getframe(1), self._running[-1][0], "")
             plain, cost = plain_of(args, named), self._work.since(before)
-            self._add(function_name(func), None, given, takes, plain, results, written, reads, cost)
+            self._add(function_name(func), None, operands, takes, plain, results, written, reads, cost)
         return results
 
     def _selecting(self, func: Any, args: Any, named: Any) -> Any:
@@ -238,9 +238,9 @@ class _ForwardRecorder(TorchFunctionMode):
         """Runs a function of inputs and constants alone, and notes reads of values that depend on the inputs."""
         drawn = None if draw is None else draw.drawn(None)
         self.record.draws |= draw is not None and drawn is None
-        known = None if drawn is None else self._values.values(drawn)
-        if draw is not None and known is not None and known is not drawn:  # numbers for a constant can be drawn too
-            drawn, draw = known, replace(draw, given={k: known if v is drawn else v for k, v in draw.given.items()})
+        values = None if drawn is None else self._values.values(drawn)
+        if draw is not None and values is not None and values is not drawn:  # numbers for a constant can be drawn too
+            drawn, draw = values, replace(draw, given={k: values if v is drawn else v for k, v in draw.given.items()})
         has_values = drawn is None or (self._unit is None and not drawn.is_meta)
         if self._draw is not None and draw is not None and has_values:
             results = self._draw(*self._running[-1], self._num_draws[self._running[-1]] - 1, draw)
@@ -265,7 +265,7 @@ class _ForwardRecorder(TorchFunctionMode):
                 self._decides_by_inputs()
         if self._unit is not None:  # a module may keep it for its next call
             for tensor in tensors_of(results):
-                if all(tensor is not each for each in given):
+                if all(tensor is not operand for operand in given):
                     tag_value(tensor, (self._unit, -1))
         self.vary((results, given))
         return results
@@ -311,17 +311,17 @@ class _ForwardRecorder(TorchFunctionMode):
             self._reads.add(weight)
         elif weight is not None and self.names.of(tensor) is None:
             self.record.shared_buffers.add(weight)
-        found = value_mark(tensor)
-        if found is None or found[0][0] > here:  # or a tensor that an earlier record has marked, and a module has kept
+        mark = value_mark(tensor)
+        if mark is None or mark[0][0] > here:  # or a tensor that an earlier record has marked, and a module has kept
             return
-        (maker, place), version = found
+        (maker, place), version = mark
         inside = self._unit is not None
         if place < 0 and not (inside and maker == self._unit):
             if inside:
                 self.record.together.add((maker, here))
             else:
                 self.record.escaping.add(maker)
-        elif place >= 0 and ((inside and found[0] not in self._given) or tensor._version != version):
+        elif place >= 0 and ((inside and mark[0] not in self._given) or tensor._version != version):
             self.record.together.add((maker, here))
 
     def _add(
@@ -330,17 +330,17 @@ class _ForwardRecorder(TorchFunctionMode):
     ) -> None:  # fmt: skip
         here = len(self.record.events)
         leaves, tree = tree_flatten(results)
-        found: list[Any] = []
-        known: dict[int, Any] = {id(tensor): SharedOperand(number) for number, tensor in reversed([*enumerate(given)])}
+        entries: list[Any] = []
+        specs: dict[int, Any] = {id(tensor): SharedOperand(number) for number, tensor in reversed([*enumerate(given)])}
         if number is None and name in PACKING:
-            known[id(leaves[1])] = LengthResult(1)
+            specs[id(leaves[1])] = LengthResult(1)
             self.vary(leaves[1])
         for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and id(leaf) not in known:  # a tensor that is returned twice is one value
-                known[id(leaf)] = self._spec(leaf, (here, place))
-            found.append(known[id(leaf)] if isinstance(leaf, Tensor) else leaf)
+            if isinstance(leaf, Tensor) and id(leaf) not in specs:  # a tensor that is returned twice is one value
+                specs[id(leaf)] = self._spec(leaf, (here, place))
+            entries.append(specs[id(leaf)] if isinstance(leaf, Tensor) else leaf)
         changed = tuple((place, self._spec(given[place], (here, len(leaves) + place))) for place in written)
-        event = ForwardEvent(name, number, takes, tree, plain, tuple(found), changed, reads, cost, raised)
+        event = ForwardEvent(name, number, takes, tree, plain, tuple(entries), changed, reads, cost, raised)
         self.record.events.append(event)
 
     def _spec(self, tensor: Tensor, name: ValueName) -> GhostSpec:
@@ -420,11 +420,11 @@ class _ForwardRecorder(TorchFunctionMode):
 
     def _call_unit(self, path: str, number: int, original: Any, args: Any, named: Any) -> Any:
         with below_functions():
-            given = tensors_of((args, named))
-            for tensor in given:
+            operands = tensors_of((args, named))
+            for tensor in operands:
                 self._look_at(tensor)
-            takes = tuple(map(self._name, given))
-            versions = [tensor._version for tensor in given]
+            takes = tuple(map(self._name, operands))
+            versions = [tensor._version for tensor in operands]
         self._unit, self._reads = len(self.record.events), set()
         self._given = frozenset(name for name in takes if isinstance(name, tuple))
         before, raised, kept = self._work.now(), None, None
@@ -433,20 +433,20 @@ class _ForwardRecorder(TorchFunctionMode):
         except Exception as failure:  # which the code around it may catch
             results, raised, kept = (), failure, raised_again(failure)
         with below_functions():
-            written = [place for place, tensor in enumerate(given) if tensor._version != versions[place]]
+            written = [place for place, tensor in enumerate(operands) if tensor._version != versions[place]]
             self._note_functions(tensors_of(results))
             self._unit = None
             reads, cost = frozenset(self._reads), self._work.since(before)
-            self._add(path, number, given, takes, plain_of(args, named), results, written, reads, cost, kept)
+            self._add(path, number, operands, takes, plain_of(args, named), results, written, reads, cost, kept)
         if raised is not None:
             raise raised
         return results
 
     def finish(self, outputs: Any) -> ForwardRecord:
         """Adds to the record which values the model returns and which receive a gradient, and returns the record."""
-        tensors = [*tensors_of(outputs), *(each.tensor for each in unseen_outputs(outputs))]
+        tensors = [*tensors_of(outputs), *(output.tensor for output in unseen_outputs(outputs))]
         self.record.outputs = tuple(name for t in tensors if (name := value_name(t)) is not None)
-        self.record.returned = tuple(own for t in tensors if (own := self.names.of(t)) is not None)
+        self.record.returned = tuple(parameter for t in tensors if (parameter := self.names.of(t)) is not None)
         for tensor in tensors:  # which a module may have kept, so that it is no result of an event
             self._look_at(tensor)
         behind = set(nodes_behind(tensors))
@@ -483,7 +483,7 @@ def record_events(
     work = CostCounting()
     with torch.inference_mode(False):
         inputs = cloned(inputs)  # of which each has version 0 until something is written into it
-    own = tensors_of(inputs)
+    input_tensors = tensors_of(inputs)
     with on_meta(model) as values, ignoring_batch_statistics(model), work:
         assert values is not None
         devices = (tensor.device.type for tensor in tensors_of(inputs) if not tensor.is_meta)
@@ -492,7 +492,7 @@ def record_events(
         forget_values(model)
         paths = {module: path for path, module in model.named_modules()}
         mode.record.inside = {
-            unit: tuple(paths[each] for each in model.get_submodule(unit).modules()) for unit in units
+            unit: tuple(paths[module] for module in model.get_submodule(unit).modules()) for unit in units
         }
         around = {module: mode.caller(path, module) for module, path in paths.items()}
         with buffers_put_back(model):
@@ -501,5 +501,5 @@ def record_events(
                     outputs = call_model(model, inputs)
             finally:
                 mode.note_changed_buffers()
-        mode.record.writes_inputs = any(each._version > 0 for each in own)
+        mode.record.writes_inputs = any(tensor._version > 0 for tensor in input_tensors)
         return mode.finish(outputs)

@@ -203,14 +203,14 @@ def forget_values(model: nn.Module) -> None:
 
 def value_mark(tensor: Tensor) -> tuple[ValueName, int] | None:
     """Returns the name that :func:`tag_value` gave a tensor and its version at that time, or None without a mark."""
-    found: tuple[ValueName, int] | None = tensor.__dict__.get(_TAG)
-    return found
+    mark: tuple[ValueName, int] | None = tensor.__dict__.get(_TAG)
+    return mark
 
 
 def value_name(tensor: Tensor) -> ValueName | None:
     """Returns the name that :func:`tag_value` gave a tensor, or None."""
-    found = tensor.__dict__.get(_TAG)
-    return None if found is None else found[0]
+    mark = tensor.__dict__.get(_TAG)
+    return None if mark is None else mark[0]
 
 
 def plain_of(args: Any, named: Any) -> tuple[str, ...]:
@@ -223,4 +223,4 @@ def plain_of(args: Any, named: Any) -> tuple[str, ...]:
 
 def _is_plain(leaf: Any) -> bool:
     parts = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
-    return all(each is None or each is ... or isinstance(each, bool | int | float | str) for each in parts)
+    return all(part is None or part is ... or isinstance(part, bool | int | float | str) for part in parts)

@@ -63,7 +63,7 @@ def _may_be_caught(frame: FrameType | None) -> bool:
 def _guarded(code: CodeType) -> tuple[tuple[int, int], ...]:
     """Returns the ranges of instructions around which a function has a handler: ``try``, or ``with``."""
     entries = dis._parse_exception_table(code)  # type: ignore[attr-defined]  # of dis.Bytecode too, which is public
-    return tuple((each.start, each.end) for each in entries)
+    return tuple((entry.start, entry.end) for entry in entries)
 
 
 def _answers(frame: FrameType) -> bool:
@@ -74,8 +74,10 @@ def _answers(frame: FrameType) -> bool:
 @lru_cache(maxsize=1024)
 def _answer_at(code: CodeType, offset: int) -> bool | None:
     """Returns the answer of :func:`answer_of_guard` to the instruction at ``offset`` of a code object."""
-    instructions = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "NOT_TAKEN")]
-    places = {each.offset: number for number, each in enumerate(instructions)}
+    instructions = [
+        instruction for instruction in dis.get_instructions(code) if instruction.opname not in ("CACHE", "NOT_TAKEN")
+    ]
+    places = {instruction.offset: number for number, instruction in enumerate(instructions)}
     number, negated = places.get(offset, len(instructions)), False
     while number < len(instructions) and "JUMP" not in instructions[number].opname:
         name = instructions[number].opname
@@ -96,9 +98,13 @@ def _answer_at(code: CodeType, offset: int) -> bool | None:
 
 def _raises(instructions: list[dis.Instruction]) -> bool:
     """Returns whether instructions come to a ``raise`` before any jump or return."""
-    for each in instructions:
-        if each.opname == "RAISE_VARARGS":
+    for instruction in instructions:
+        if instruction.opname == "RAISE_VARARGS":
             return True
-        if "JUMP" in each.opname or "RETURN" in each.opname or each.opname in ("FOR_ITER", "SEND", "RERAISE"):
+        if (
+            "JUMP" in instruction.opname
+            or "RETURN" in instruction.opname
+            or instruction.opname in ("FOR_ITER", "SEND", "RERAISE")
+        ):
             return False
     return False

@@ -52,7 +52,7 @@ def hidden_tensors(tree: Any) -> list[HiddenTensor]:
     """
     leaves = [leaf for leaf in tree_leaves(tree) if not (leaf is None or isinstance(leaf, (Tensor, *_ELSE)))]
     seen: set[int] = set()
-    return [each for leaf in leaves for each in _inside(leaf, type(leaf), seen, 0)]
+    return [entry for leaf in leaves for entry in _inside(leaf, type(leaf), seen, 0)]
 
 
 def unseen_outputs(outputs: Any) -> list[HiddenTensor]:
@@ -61,11 +61,15 @@ def unseen_outputs(outputs: Any) -> list[HiddenTensor]:
     Only they train that parameter, since no visible output depends on it. The keys and values of a cache, also those of
     a window of them, depend on parameters on which the logits beside them depend too.
     """
-    found, visible = hidden_tensors(outputs), [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    if not found or not visible:
-        return found
-    known = leaves_behind(visible)
-    return [each for each in found if each.tensor.grad_fn is not None and not leaves_behind([each.tensor]) <= known]
+    hidden, visible = hidden_tensors(outputs), [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    if not hidden or not visible:
+        return hidden
+    parameters = leaves_behind(visible)
+    return [
+        entry
+        for entry in hidden
+        if entry.tensor.grad_fn is not None and not leaves_behind([entry.tensor]) <= parameters
+    ]
 
 
 def checked_loss(loss: Callable[[Any, Any], Any], output: Any, targets: Any, where: str, *, all_of: bool) -> Any:
@@ -74,21 +78,21 @@ def checked_loss(loss: Callable[[Any, Any], Any], output: Any, targets: Any, whe
     Raises: PlanError: the loss reads a hidden tensor on the meta device, which another stage has, or, with ``all_of``,
         any hidden tensor.
     """
-    hidden = {id(each.tensor): each for each in hidden_tensors(output) if all_of or each.tensor.is_meta}
+    hidden = {id(entry.tensor): entry for entry in hidden_tensors(output) if all_of or entry.tensor.is_meta}
     if not hidden:
         return loss(output, targets)
-    failure, found = None, None
+    failure, loss_value = None, None
     with _Reads() as reads:
         try:
-            found = loss(output, targets)
+            loss_value = loss(output, targets)
         except Exception as error:  # the user's loss may raise anything, also for want of a hidden tensor
             failure = error
-    read = next((hidden[each] for each in reads.tensors if each in hidden), None)
+    read = next((hidden[tensor_id] for tensor_id in reads.tensors if tensor_id in hidden), None)
     if read is not None:
         raise refused_output(read.holder, where) from failure
     if failure is not None:
         raise failure
-    return found
+    return loss_value
 
 
 class _Reads(TorchFunctionMode):
@@ -113,12 +117,12 @@ _ASKS = frozenset(("__get__", "size", "dim", "numel", "__len__", "is_floating_po
 def refused_output(holder: type, where: str) -> PlanError:
     """Returns the error for an output with tensors in an object of class ``holder`` under a layout's part ``where``."""
     register = "register_dataclass" if is_dataclass(holder) else "register_pytree_node"
-    given = holder.__name__ if is_dataclass(holder) else f"{holder.__name__}, flatten, unflatten"
+    arguments = holder.__name__ if is_dataclass(holder) else f"{holder.__name__}, flatten, unflatten"
     return PlanError(
         "the loss needs tensors that the model returns inside of an object, into which the layout does not look",
         given=f"{holder.__name__} in the model's output, under {where}",
         allowed="tensors, tuples, lists, dicts, and classes that torch's pytree knows, as outputs of transformers are",
-        fix=f"return a dict or a tuple, or tell torch of the class once: torch.utils._pytree.{register}({given})",
+        fix=f"return a dict or a tuple, or tell torch of the class once: torch.utils._pytree.{register}({arguments})",
     )
 
 
@@ -138,11 +142,11 @@ def _items(value: Any) -> Iterator[tuple[Any, Callable[[Tensor], None] | None]]:
     if isinstance(value, list | tuple) and value and isinstance(value[0], str | int | float):
         return  # as a list of tokens, which may be long
     if isinstance(value, Mapping | list | tuple):
-        each_item = value.items() if isinstance(value, Mapping) else enumerate(value)
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
         put = value.__setitem__ if isinstance(value, MutableMapping | list) else None
-        yield from ((each, put and partial(put, key)) for key, each in each_item)
+        yield from ((entry, put and partial(put, key)) for key, entry in pairs)
     elif isinstance(value, set | frozenset | deque):
-        yield from ((each, None) for each in value)
+        yield from ((member, None) for member in value)
     for name, item in [*getattr(value, "__dict__", {}).items()]:
         yield item, partial(value.__dict__.__setitem__, name)
     for name in (name for kind in type(value).__mro__ for name in _slots(kind)):

@@ -56,10 +56,10 @@ def kept(
     key = id(module), way
     if key not in traces.of_module:
         alike = *likeness(module), way
-        found = traces.of_kind[alike][1] if alike in traces.of_kind else trace(module)
-        traces.of_module[key] = module, found  # the module too, so that its id stays taken
-        if found is None or not _holds_tensors(found):
-            traces.of_kind[alike] = module, found
+        graph = traces.of_kind[alike][1] if alike in traces.of_kind else trace(module)
+        traces.of_module[key] = module, graph  # the module too, so that its id stays taken
+        if graph is None or not _holds_tensors(graph):
+            traces.of_kind[alike] = module, graph
     return traces.of_module[key][1]
 
 

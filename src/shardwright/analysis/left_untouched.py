@@ -41,8 +41,8 @@ def left_untouched(model: nn.Module, *, replaced_only: bool = False) -> Iterator
 
 def _marks(model: nn.Module, replaced_only: bool) -> dict[str, tuple[int, ...]]:
     """Returns ids and version counters of a model's tensors and gradients, which change if code trains the model."""
-    tensors = [(name, each) for named in (model.named_parameters, model.named_buffers) for name, each in named()]
-    pairs = ((name, (each, *([] if each.grad is None else [each.grad]))) for name, each in tensors)
+    tensors = [(name, tensor) for named in (model.named_parameters, model.named_buffers) for name, tensor in named()]
+    pairs = ((name, (tensor, *([] if tensor.grad is None else [tensor.grad]))) for name, tensor in tensors)
     return {n: tuple(x for t in pair for x in (id(t), 0 if replaced_only or t.is_inference() else t._version))
             for n, pair in pairs}  # fmt: skip
 

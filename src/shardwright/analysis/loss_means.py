@@ -52,7 +52,7 @@ def other_means(
     where the caller counts samples. A second mean over other targets is found there too, if not all labels count.
     """
     numbers = _LossNumbers(recording, axes, counted)
-    found: list[RecordedCall] = []
+    means: list[RecordedCall] = []
     counts = set[int]()  # the targets of the means so far
     for call in recording.calls:
         is_other = False
@@ -78,8 +78,8 @@ def other_means(
             else:
                 is_other = numbers.leaves_out(of_classes, times, targets)
         if is_other:
-            found.append(call)
-    return found
+            means.append(call)
+    return means
 
 
 def sum_call(recording: Recording, axes: RunAxes, loss: TensorUse) -> RecordedCall | None:
@@ -103,17 +103,17 @@ class _LossNumbers:
         self._maker = {use: call for call in making for use in call.results}
         self._batch, self._count = axes.of_samples(recording.inputs), recording.num_samples
         self._numbers: dict[TensorUse, int] = {}
-        known, args_of = dict[Any, int](), dict[RecordedCall, Any]()
+        by_key, args_of = dict[Any, int](), dict[RecordedCall, Any]()
         for call in recording.calls:
-            given = tree_leaves(call.args, is_leaf=lambda leaf: isinstance(leaf, TensorUse))
-            args = tuple(self.number(leaf) if isinstance(leaf, TensorUse) else repr(leaf) for leaf in given)
+            arguments = tree_leaves(call.args, is_leaf=lambda leaf: isinstance(leaf, TensorUse))
+            args = tuple(self.number(leaf) if isinstance(leaf, TensorUse) else repr(leaf) for leaf in arguments)
             for place, use in enumerate(call.results):
                 if _keeps_number(call):
                     self._numbers[use] = self.number(call.operands[0])
                 else:
                     equal = self._equal(call)
                     key = (call.name, args, place) if equal is None else ("ne", args_of[equal], place)
-                    self._numbers[use] = known.setdefault(key, len(known))
+                    self._numbers[use] = by_key.setdefault(key, len(by_key))
                     args_of[call] = args
 
     def number(self, use: TensorUse) -> int:
@@ -158,11 +158,11 @@ class _LossNumbers:
         if call is None:
             return None
         if call.name.removesuffix("_") in _OF_TERMS:
-            return next((each for each in map(self.undivided, call.operands) if each is not None), None)
+            return next((term for term in map(self.undivided, call.operands) if term is not None), None)
         at = _REDUCTION_AT.get(call.name)
         is_sum = call.name == "sum" if at is None else call.argument(at, "reduction", _MEAN) == _SUM
-        each = self._maker.get(self._source(call.operands[0])) if call.operands else None
-        is_sum &= each is None or each.name.removesuffix("_") != "div"  # of what is divided before it is added up
+        maker = self._maker.get(self._source(call.operands[0])) if call.operands else None
+        is_sum &= maker is None or maker.name.removesuffix("_") != "div"  # of what is divided before it is added up
         # samples are lost to the axes by operators without a rule, such as that of CTC, but not their number, a prime
         has_samples = call.operands and (
             self._has_samples(call.operands[0]) or (self._count > 1 and self._count in call.operands[0].shape)
@@ -171,13 +171,13 @@ class _LossNumbers:
 
     def multiplied_by(self, mean: TensorUse) -> list[TensorUse]:
         """Returns the tensors by which a mean, or what is made of it, is multiplied later on."""
-        derived, found = {mean}, list[TensorUse]()
+        derived, factors = {mean}, list[TensorUse]()
         for call in self._calls:
             if not derived.isdisjoint(call.operands):
                 if call.name.removesuffix("_") == "mul":
-                    found += [use for use in call.operands if use not in derived]
+                    factors += [use for use in call.operands if use not in derived]
                 derived.update(call.results)
-        return found
+        return factors
 
     def _equal(self, call: RecordedCall) -> RecordedCall | None:
         """Returns the ``eq`` operator whose result an operator negates, or None for any other operator."""
@@ -202,5 +202,5 @@ def _keeps_number(call: RecordedCall) -> bool:
 
 
 def _has_class(targets: Any, number: int) -> bool:
-    classes = [each for each in sample_tensors(targets) if not each.is_floating_point() and not each.is_meta]
-    return any(bool((each == number).any()) for each in classes)
+    classes = [tensor for tensor in sample_tensors(targets) if not tensor.is_floating_point() and not tensor.is_meta]
+    return any(bool((labels == number).any()) for labels in classes)

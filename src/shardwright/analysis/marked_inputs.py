@@ -48,10 +48,10 @@ class SampleRows:
         bounds = (0, *accumulate(self.counts))
         start, stop = (places[0], places[-1] + 1) if places else (0, 0)
         if list(places) == list(range(start, stop)):  # a view, as of other tensors
-            found = self.tensor[bounds[start] : bounds[stop]]
+            rows = self.tensor[bounds[start] : bounds[stop]]
         else:
-            found = torch.cat([self.tensor[bounds[place] : bounds[place + 1]] for place in places])
-        return SampleRows(found, tuple(self.counts[place] for place in places))
+            rows = torch.cat([self.tensor[bounds[place] : bounds[place + 1]] for place in places])
+        return SampleRows(rows, tuple(self.counts[place] for place in places))
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class SampleValues:
     def shapes(self) -> tuple[tuple[torch.Size, ...], ...]:
         """The shapes of the tensors in each sample's entry."""
         return tuple(
-            tuple(leaf.shape for leaf in tree_leaves(each) if isinstance(leaf, Tensor)) for each in self.entries
+            tuple(leaf.shape for leaf in tree_leaves(entry) if isinstance(leaf, Tensor)) for entry in self.entries
         )
 
     def of(self, places: Sequence[int]) -> SampleValues:
@@ -77,11 +77,11 @@ class SampleValues:
         return SampleValues([self.entries[place] for place in places])
 
 
-register_pytree_node(Whole, lambda each: ([each.tensor], None), lambda found, _: Whole(next(iter(found))))
+register_pytree_node(Whole, lambda mark: ([mark.tensor], None), lambda leaves, _: Whole(next(iter(leaves))))
 register_pytree_node(
-    SampleRows, lambda each: ([each.tensor], each.counts), lambda found, counts: SampleRows(next(iter(found)), counts)
+    SampleRows, lambda mark: ([mark.tensor], mark.counts), lambda leaves, counts: SampleRows(next(iter(leaves)), counts)
 )
-register_pytree_node(SampleValues, lambda each: (each.entries, None), lambda found, _: SampleValues(list(found)))
+register_pytree_node(SampleValues, lambda mark: (mark.entries, None), lambda entries, _: SampleValues(list(entries)))
 
 
 def whole(tensor: Tensor) -> Whole:
@@ -182,13 +182,13 @@ def lists_marked(tree: Any) -> Any:
     """
     if isinstance(tree, Tensor):
         return tree
-    outside = tree_leaves(tree, is_leaf=lambda each: is_mark(each) or _may_be_listed(each))
+    outside = tree_leaves(tree, is_leaf=lambda value: is_mark(value) or _may_be_listed(value))
     if not any(map(_may_be_listed, outside)):
         return tree
-    sizes = {len(each) for each in outside if isinstance(each, Tensor) and each.dim()}
-    sizes |= {each.num_samples for each in outside if isinstance(each, SampleRows | SampleValues)}
+    sizes = {len(leaf) for leaf in outside if isinstance(leaf, Tensor) and leaf.dim()}
+    sizes |= {leaf.num_samples for leaf in outside if isinstance(leaf, SampleRows | SampleValues)}
     if not sizes:
-        sizes = {len(each) for each in outside if _may_be_listed(each) and _is_of_samples(each)}
+        sizes = {len(leaf) for leaf in outside if _may_be_listed(leaf) and _is_of_samples(leaf)}
     if len(sizes) != 1:  # what is wrong with the others is said where samples are counted
         return tree
     (number,) = sizes
@@ -196,8 +196,8 @@ def lists_marked(tree: Any) -> Any:
     def marked(leaf: Any) -> Any:
         if not _may_be_listed(leaf) or len(leaf) != number:
             return leaf
-        tensors = [each for each in tree_leaves(leaf) if isinstance(each, Tensor)]
-        if not tensors or any(not each.dim() or len(each) != number for each in tensors):
+        tensors = [value for value in tree_leaves(leaf) if isinstance(value, Tensor)]
+        if not tensors or any(not tensor.dim() or len(tensor) != number for tensor in tensors):
             return SampleValues(list(leaf))
         if not _is_of_samples(leaf):
             return leaf
@@ -208,11 +208,11 @@ def lists_marked(tree: Any) -> Any:
             fix="write tuple(values) where each entry has all samples, or sw.per_sample(values) where each has one",
         )
 
-    return tree_map(marked, tree, is_leaf=lambda each: is_mark(each) or _may_be_listed(each))
+    return tree_map(marked, tree, is_leaf=lambda value: is_mark(value) or _may_be_listed(value))
 
 
 def _may_be_listed(value: Any) -> bool:
-    return type(value) is list or (type(value) is tuple and bool(value) and all(type(each) is str for each in value))
+    return type(value) is list or (type(value) is tuple and bool(value) and all(type(entry) is str for entry in value))
 
 
 def _is_of_samples(values: Sequence[Any]) -> bool:
@@ -220,7 +220,7 @@ def _is_of_samples(values: Sequence[Any]) -> bool:
 
     A list of tensors may be several arguments, or feature maps, with the samples in dim 0 of each.
     """
-    return not any(isinstance(each, Tensor) for each in values)
+    return not any(isinstance(value, Tensor) for value in values)
 
 
 def map_samples(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:

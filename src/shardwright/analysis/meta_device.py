@@ -41,13 +41,13 @@ def on_meta(
     ...     model(torch.empty(4, 2, device="meta")).shape
     torch.Size([4, 3])
     """
-    kept = MetaValues(guess=guess, selects_all=guess is not None, spread=spread) if values else MetaOperators()
+    mode = MetaValues(guess=guess, selects_all=guess is not None, spread=spread) if values else MetaOperators()
     replaced: dict[Callable[..., Any], Callable[..., Any]] = {functional.interpolate: _interpolate, **instead}
-    if isinstance(kept, MetaValues):
-        kept.give_kept(model.buffers())
-        replaced |= {each: partial(kept.numbers_in, each) for each in TO_NUMBERS} | {Tensor.__format__: kept.text_of}
-    with code_caches_put_back(model), IgnoresDeviceMoves(torch.device("meta"), replaced), without_branches(model), kept:
-        yield kept if isinstance(kept, MetaValues) else None
+    if isinstance(mode, MetaValues):
+        mode.give_kept(model.buffers())
+        replaced |= {func: partial(mode.numbers_in, func) for func in TO_NUMBERS} | {Tensor.__format__: mode.text_of}
+    with code_caches_put_back(model), IgnoresDeviceMoves(torch.device("meta"), replaced), without_branches(model), mode:
+        yield mode if isinstance(mode, MetaValues) else None
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
@@ -76,7 +76,7 @@ def buffers_put_back(model: nn.Module) -> Iterator[None]:
     (True, torch.Size([2]))
     """
     before = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    views = [(each, each.detach()) for _, buffers in before for each in buffers.values() if each is not None]
+    views = [(tensor, tensor.detach()) for _, buffers in before for tensor in buffers.values() if tensor is not None]
     try:
         yield
     finally:

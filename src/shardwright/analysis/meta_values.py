@@ -94,7 +94,7 @@ def _leaves_elements(tensor: Tensor, shape: Sequence[int], strides: Sequence[int
     channels-last pictures to one pixel.
     """
     places = zip(tensor.shape, tensor.stride(), strides, strict=False)
-    same = all(size == 1 or stride == given for size, stride, given in places)
+    same = all(size == 1 or stride == new_stride for size, stride, new_stride in places)
     return same and tuple(shape) == tuple(tensor.shape) and offset in (None, tensor.storage_offset())
 
 
@@ -228,12 +228,12 @@ class MetaValues(DispatchMode):
             return function, args
         x, index = args
         places = index if isinstance(index, tuple) else (index,)
-        masks = [isinstance(each, Tensor) and each.dtype is torch.uint8 and each.dim() > 0 for each in places]
+        masks = [isinstance(place, Tensor) and place.dtype is torch.uint8 and place.dim() > 0 for place in places]
         if any(masks):  # a mask of older code, which torch takes for one, but not on the meta device
-            made = tuple(each.bool() if mask else each for each, mask in zip(places, masks, strict=True))
-            return function, (x, made)
-        ranges = [_slice_of(each) for each in places]
-        if sum(isinstance(each, list | Tensor) for each in places) == 1 and any(ranges):
+            indices = tuple(place.bool() if mask else place for place, mask in zip(places, masks, strict=True))
+            return function, (x, indices)
+        ranges = [_slice_of(place) for place in places]
+        if sum(isinstance(place, list | Tensor) for place in places) == 1 and any(ranges):
             return _copied_slice, (x, tuple(new or old for new, old in zip(ranges, places, strict=True)))
         value = self.values(index) if isinstance(index, Tensor) and index.dim() == 0 and self.num_selected else None
         if value is None or value.dtype is torch.bool or not x.dim() or int(value) < x.shape[0]:
@@ -274,19 +274,19 @@ class MetaValues(DispatchMode):
         named, name = dict(kwargs or {}), func.overloadpacket.__name__
         if is_collective(func):  # what it sends would reach ranks that record nothing
             raise NotImplementedError(f"the code calls '{name}' of torch.distributed, which runs in steps alone")
-        given = tensors_of((args, named))
+        tensors = tensors_of((args, named))
         if func is torch.ops.aten.as_strided_.default and _leaves_elements(*args):
             return args[0]
         if func.namespace == "prim" or name in _SILENT:
-            return self._silently(func, args, named, given)
-        values = [self.values(tensor) for tensor in given]
+            return self._silently(func, args, named, tensors)
+        values = [self.values(tensor) for tensor in tensors]
         known = self.keeps_values and name not in RANDOM and all(value is not None for value in values)
         self.num_reads += name in _READS or name == PACK or _has_size_of_values(name, args, named)
         small = known and sum(value.numel() for value in values if value is not None) <= MOST_ELEMENTS
         if name in _READS:
             if not known:
-                self.read(given[0])
-            is_condition = not known and (name == "equal" or given[0].dtype is torch.bool)
+                self.read(tensors[0])
+            is_condition = not known and (name == "equal" or tensors[0].dtype is torch.bool)
             goes_on = answer_of_guard() if is_condition else None
             if goes_on is not None:
                 return goes_on
@@ -301,12 +301,12 @@ class MetaValues(DispatchMode):
                 if is_condition:
                     return True
                 self.num_numbers += 1
-                return torch.ones((), dtype=given[0].dtype).item()
+                return torch.ones((), dtype=tensors[0].dtype).item()
             if not known:
                 raise ValueReadError("the code reads a value that only a real run has")
             return func(*self._on_cpu(args), **self._on_cpu(named))
-        if not any(tensor.is_meta for tensor in given) and not makes_meta(named):
-            results = _drawn(func, args, named, given) if name in RANDOM else func(*args, **named)
+        if not any(tensor.is_meta for tensor in tensors) and not makes_meta(named):
+            results = _drawn(func, args, named, tensors) if name in RANDOM else func(*args, **named)
         else:
             results = self._on_meta(func, name, args, named, known and small)
         self.ran(func, args, named, results, random=name in RANDOM)
@@ -371,8 +371,8 @@ class MetaValues(DispatchMode):
 
         The values count up from row to row, modulo the size of the dim.
         """
-        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | named
-        x, dim = args[0], given.get("dim", _CHOOSING[func.overloadpacket.__name__])
+        by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | named
+        x, dim = args[0], by_name.get("dim", _CHOOSING[func.overloadpacket.__name__])
         indices = results if isinstance(results, Tensor) else results[-1]
         if dim is None or not x.dim() or not 0 < indices.numel() <= MOST_ELEMENTS:
             return
@@ -385,11 +385,11 @@ class MetaValues(DispatchMode):
         """Returns the indices of an ``index`` call, masks as element numbers; None for other calls or unknown masks."""
         if name != "index" or any(self.values(mask) is None for mask in tensors_of(args[1])):
             return None
-        chosen: list[Tensor | None] = []
-        for each in args[1]:
-            values = None if each is None else self.values(each)
-            chosen += values.nonzero().unbind(1) if values is not None and values.dtype is torch.bool else [each]
-        return [each if each is None else self._as_meta(each) for each in chosen]
+        indices: list[Tensor | None] = []
+        for index in args[1]:
+            values = None if index is None else self.values(index)
+            indices += values.nonzero().unbind(1) if values is not None and values.dtype is torch.bool else [index]
+        return [index if index is None else self._as_meta(index) for index in indices]
 
     def _all_selected(self, name: str, args: Any) -> Any:
         """Returns ``nonzero``, ``masked_select`` or ``x[mask]`` as if the condition held everywhere; counts that."""
@@ -457,7 +457,7 @@ def _drawn(func: Any, args: Any, named: dict[str, Any], given: Sequence[Tensor])
 
 def _slice_of(index: Any) -> slice | None:
     """Returns the slice that takes what a list of numbers takes, None if there is none or ``index`` is no such list."""
-    if not isinstance(index, list) or not index or not all(type(each) is int for each in index):
+    if not isinstance(index, list) or not index or not all(type(number) is int for number in index):
         return None
     first, last = index[0], index[-1]
     if index != list(range(first, first + len(index))) or first < 0 <= last:
@@ -476,5 +476,5 @@ def _copied_slice(x: Tensor, index: tuple[Any, ...]) -> Tensor:
 def _has_size_of_values(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
     if name == "repeat_interleave":
         return named.get("output_size") is None
-    masked = name == "index" and any(each.dtype is torch.bool for each in tensors_of(args[1]))
+    masked = name == "index" and any(index.dtype is torch.bool for index in tensors_of(args[1]))
     return name in _UNKNOWN_SIZE or masked

@@ -94,9 +94,9 @@ class RecordedRun:
 
         All these draws must be by the same function, with the same shape and dtype.
         """
-        found = [each for each in self.found if each.key[0] == path]
-        kinds = {(each.key[1], each.function, each.use.shape, each.use.dtype) for each in found}
-        return len(kinds) == 1 and next(iter(kinds))[0] == 0 and len(found) == self.recording.num_samples
+        draws = [draw for draw in self.found if draw.key[0] == path]
+        kinds = {(draw.key[1], draw.function, draw.use.shape, draw.use.dtype) for draw in draws}
+        return len(kinds) == 1 and next(iter(kinds))[0] == 0 and len(draws) == self.recording.num_samples
 
 
 SEVERAL = (3, 2)
@@ -137,12 +137,12 @@ class ModelGraph:
 
         Raises: PlanError: the model's code does not run on the meta device; the error quotes what the code raised.
         """
-        found = self._first
-        if isinstance(found, RecordedRun):
-            return found
+        trial = self._first
+        if isinstance(trial, RecordedRun):
+            return trial
         raise PlanError(
             f"the forward of {type(self.model).__name__} cannot be recorded",
-            given=found,
+            given=trial,
             allowed=RECORDABLE,
             fix="leave out what needs a record, such as tp for layers that are not known",
         )
@@ -192,8 +192,8 @@ class ModelGraph:
 
         It is False if the forward was not recorded, as for :attr:`draws`.
         """
-        found = self._of_own_code
-        if found is None or not found.recording.reads_values:
+        run = self._of_own_code
+        if run is None or not run.recording.reads_values:
             return False
         model = meta_copy(self.model).eval()  # where nothing is drawn
         try:
@@ -206,8 +206,8 @@ class ModelGraph:
     @property
     def guess(self) -> bool | None:
         """Whether the record took conditions on values that only a real run has for true; None if there were none."""
-        found = self._of_own_code
-        return None if found is None else found.recording.guess
+        run = self._of_own_code
+        return None if run is None else run.recording.guess
 
     @property
     def every_run(self) -> tuple[RecordedRun, ...]:
@@ -233,8 +233,8 @@ class ModelGraph:
         It is not recorded if it does not run on the meta device. A model made only of layers of torch and of this
         library that draw by plain dropout, if at all, is not recorded either: it needs no record.
         """
-        found = self._of_own_code
-        return None if found is None else self._draws
+        run = self._of_own_code
+        return None if run is None else self._draws
 
     @cached_property
     def _draws(self) -> Draws:
@@ -247,13 +247,13 @@ class ModelGraph:
         run = self.run
         without = Counter(path for (path, _, _), place in run.draws.places.items() if place is None)
         often = {path for path, number in without.items() if number >= run.recording.num_samples} | run.draws.unfollowed
-        counts = (None, *(each for each in COUNTS if each != run.recording.num_samples)) if often else ()
+        counts = (None, *(count for count in COUNTS if count != run.recording.num_samples)) if often else ()
         tried = (self._tried(count, self.reads_values) for count in counts[:2])
-        runs = (each for each in tried if isinstance(each, RecordedRun))
-        other = next((each for each in runs if each.recording.num_samples != run.recording.num_samples), None)
+        runs = (trial for trial in tried if isinstance(trial, RecordedRun))
+        other = next((record for record in runs if record.recording.num_samples != run.recording.num_samples), None)
         if other is None:
             return run.draws
-        here, there = (Counter(each.key[0] for each in each_run.found) for each_run in (run, other))
+        here, there = (Counter(draw.key[0] for draw in each_run.found) for each_run in (run, other))
         more = {path for path in often if here[path] != there[path]}
         once = {path for path in more if run.draws_once_a_sample(path) and other.draws_once_a_sample(path)}
         return run.draws.drawn_for_each(more, once, run.recording.num_samples)
@@ -265,11 +265,11 @@ class ModelGraph:
         also returns those that code converts to the dtype that they have now, as ``module.to(torch.float32)`` does. It
         is empty if the forward was not recorded, as for :attr:`draws`.
         """
-        found = self._of_own_code
-        if found is None:
+        run = self._of_own_code
+        if run is None:
             return {}
-        written = found.recording.replaced if replaced_only else found.written
-        return {**found.recording.converted, **written} if converted else written
+        written = run.recording.replaced if replaced_only else run.written
+        return {**run.recording.converted, **written} if converted else written
 
     def mixing_call(self, shared: Collection[str] = ()) -> RecordedCall | None:
         """Returns the first operator in the model's own code that mixes the samples of a batch, or None.
@@ -277,20 +277,20 @@ class ModelGraph:
         It is None too if the forward was not recorded, as for :attr:`draws`. ``shared`` names the BatchNorms that may
         mix samples, because ranks add up their statistics.
         """
-        found = self._of_own_code
-        return None if found is None else mixing_call(found.recording, found.axes, shared)
+        run = self._of_own_code
+        return None if run is None else mixing_call(run.recording, run.axes, shared)
 
     def calls_with_counts(self) -> list[RecordedCall]:
         """Returns the operators that compute values of samples with the number of samples, as ``x / len(x)`` does.
 
         It is empty if the forward was not recorded, as for :attr:`draws`, or only with one number of samples.
         """
-        found = self._of_own_code
-        suspects = [] if found is None else calls_with_counts(found.recording)
+        run = self._of_own_code
+        suspects = [] if run is None else calls_with_counts(run.recording)
         other = self._of_other_samples if suspects else None
-        if found is None or other is None:
+        if run is None or other is None:
             return []
-        pairs = ((found.recording.calls[index], other.calls[index]) for index in suspects)
+        pairs = ((run.recording.calls[index], other.calls[index]) for index in suspects)
         return [call for call, again in pairs if differ(call, again)]
 
     def calls_by_place(self) -> list[RecordedCall]:
@@ -298,12 +298,12 @@ class ModelGraph:
 
         It is empty where :meth:`calls_with_counts` is.
         """
-        found = self._of_own_code
-        suspects = [] if found is None else calls_by_place(found.recording)
+        run = self._of_own_code
+        suspects = [] if run is None else calls_by_place(run.recording)
         other = self._of_other_samples if suspects else None
-        if found is None or other is None:
+        if run is None or other is None:
             return []
-        return [found.recording.calls[index] for index in sorted({*suspects}.intersection(calls_by_place(other)))]
+        return [run.recording.calls[index] for index in sorted({*suspects}.intersection(calls_by_place(other)))]
 
     @cached_property
     def _of_other_samples(self) -> Recording | None:
@@ -311,11 +311,11 @@ class ModelGraph:
 
         It is None if the forward cannot be recorded so, or then makes another number of calls.
         """
-        found = self._of_own_code
-        numbers = (each for each in (*COUNTS, None) if found is not None and each != found.recording.num_samples)
-        others = (self._tried(each, self.reads_values) for each in numbers)
-        other = next((each.recording for each in others if isinstance(each, RecordedRun)), None)
-        if found is None or other is None or len(other.calls) != len(found.recording.calls):
+        run = self._of_own_code
+        numbers = (number for number in (*COUNTS, None) if run is not None and number != run.recording.num_samples)
+        others = (self._tried(number, self.reads_values) for number in numbers)
+        other = next((trial.recording for trial in others if isinstance(trial, RecordedRun)), None)
+        if run is None or other is None or len(other.calls) != len(run.recording.calls):
             return None
         return other
 
@@ -324,10 +324,10 @@ class ModelGraph:
 
         A module of which every call does so may have more code of its own around it, such as an activation.
         """
-        found = self._of_own_code
-        calls = [] if found is None else [each for each in found.recording.calls if each.module == path]
-        norms = [each.number for each in calls if each.name in BATCH_NORM_CALLS]
-        return bool(calls) and sorted(norms) == sorted({each.number for each in calls})
+        run = self._of_own_code
+        calls = [] if run is None else [call for call in run.recording.calls if call.module == path]
+        norms = [call.number for call in calls if call.name in BATCH_NORM_CALLS]
+        return bool(calls) and sorted(norms) == sorted({call.number for call in calls})
 
     @property
     def failure_of_own_code(self) -> str:
@@ -354,16 +354,16 @@ class ModelGraph:
 
     @property
     def _as_given(self) -> RecordedRun | str:
-        found = self._tried(None, self.reads_values)
+        trial = self._tried(None, self.reads_values)
         # ranks with one sample each, over which the statistics of a batch norm are summed
-        return self._tried(SEVERAL[-1], self.reads_values) if isinstance(found, str) and ONE_VALUE in found else found
+        return self._tried(SEVERAL[-1], self.reads_values) if isinstance(trial, str) and ONE_VALUE in trial else trial
 
     @cached_property
     def _prime(self) -> int:
-        given = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, Tensor)]
-        sizes = {size for t in (*given, *self.model.parameters(), *self.model.buffers()) for size in t.shape}
+        tensors = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, Tensor)]
+        sizes = {size for t in (*tensors, *self.model.parameters(), *self.model.buffers()) for size in t.shape}
         sizes |= {2 * size for size in sizes}  # relative positions are one less than twice as many as tokens
-        return next((each for each in COUNTS if sizes.isdisjoint((each - 1, each, each + 1))), COUNTS[0])
+        return next((count for count in COUNTS if sizes.isdisjoint((count - 1, count, count + 1))), COUNTS[0])
 
     def _num_unknown(self, *, by_values: bool) -> float:
         """Returns how many numbers the code reads that only a real run has; infinite if the code cannot be recorded.
@@ -381,8 +381,8 @@ class ModelGraph:
         key = number, by_values
         if key not in self._tries:
             inputs = self.values if by_values else self.example
-            given = map_samples(cloned(inputs), partial(_of_samples, number))
-            self._tries[key] = _run_or_failure(self.model, given, self.is_as_trained)
+            samples = map_samples(cloned(inputs), partial(_of_samples, number))
+            self._tries[key] = _run_or_failure(self.model, samples, self.is_as_trained)
         return self._tries[key]
 
 
@@ -413,10 +413,10 @@ def _recorded(model: nn.Module, inputs: Any, as_is: bool) -> RecordedRun:
     copy = copy if copy.training or as_is else copy.train()
     with other_generators() as others:
         recording = record_forward(copy, cloned(inputs), within)
-    found, seeds = finds[id(recording)].found, list[DrawKey]()
-    if any(each.generator is not None for each in found):
-        with other_generators(), moved_on(found):
-            seeds = seeded_draws(found, finds[id(record_forward(copy, cloned(inputs), within))].found)
+    draws, seeds = finds[id(recording)].found, list[DrawKey]()
+    if any(draw.generator is not None for draw in draws):
+        with other_generators(), moved_on(draws):
+            seeds = seeded_draws(draws, finds[id(record_forward(copy, cloned(inputs), within))].found)
     again: dict[str, Any] = {}
     if others:  # from another start, a forward that seeds them itself ends in the same state
         with other_generators(1) as again:
@@ -426,7 +426,7 @@ def _recorded(model: nn.Module, inputs: Any, as_is: bool) -> RecordedRun:
     if others and not seeded:  # numbers after a seed are the same from every start, and may be of samples
         with suppress(Exception):  # of the user's own code, on the path that other numbers take
             used = () if _runs_alike(model, inputs, as_is) else others
-    return RecordedRun(recording, found, tuple(used), seeded, seeds)
+    return RecordedRun(recording, draws, tuple(used), seeded, seeds)
 
 
 def _runs_alike(model: nn.Module, inputs: Any, as_is: bool) -> bool:
@@ -449,7 +449,7 @@ def _runs_alike(model: nn.Module, inputs: Any, as_is: bool) -> bool:
             record_forward(copy, cloned(inputs), within)
             if _attributes(copy) != before:  # what code keeps acts in the next forward
                 record_forward(copy, cloned(inputs), within)
-        digests = [each.digest.hexdigest() for each in recordings]
+        digests = [recorded.digest.hexdigest() for recorded in recordings]
         if digests != (first := digests if first is None else first):
             return False
     return True
@@ -460,5 +460,5 @@ def _attributes(model: nn.Module) -> list[tuple[int, int]]:
 
     Two results differ if a forward in between has stored something.
     """
-    held = (each for module in model.modules() for each in (*vars(module).values(), *module._buffers.values()))
-    return [(id(each), len(each) if isinstance(each, dict | list | set) else 0) for each in held]
+    values = (value for module in model.modules() for value in (*vars(module).values(), *module._buffers.values()))
+    return [(id(value), len(value) if isinstance(value, dict | list | set) else 0) for value in values]

@@ -96,7 +96,7 @@ def leads_to(value: Tensor, results: Any) -> bool:
     >>> leads_to(one, {"sum": one + 1}), leads_to(one, one.detach())
     (True, False)
     """
-    return value.grad_fn in nodes_behind(each for each in tree_flatten(results)[0] if isinstance(each, Tensor))
+    return value.grad_fn in nodes_behind(leaf for leaf in tree_flatten(results)[0] if isinstance(leaf, Tensor))
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
     >>> module_calls["1"]
     (ModuleCall(x_shape=(5, 8), y_shape=(5, 2), element_bytes=4, needs_gradient=True),)
     """
-    found: defaultdict[str, list[ModuleCall]] = defaultdict(list)
+    calls: defaultdict[str, list[ModuleCall]] = defaultdict(list)
     weights: list[tuple[str, int, Tensor]] = []
 
     def record(path: str, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
@@ -155,15 +155,15 @@ def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
             call = attention_call(module, *args, **named)
             shape, learns = call.shape(module.embed_dim), output[0].requires_grad
             if output[1] is not None:
-                weights.append((path, len(found[path]), output[1]))
+                weights.append((path, len(calls[path]), output[1]))
             outer = ModuleCall(shape, shape, output[0].element_size(), learns, call)
-            found[path].append(outer)
-            found[f"{path}.out_proj".lstrip(".")].append(replace(outer, call=None))
+            calls[path].append(outer)
+            calls[f"{path}.out_proj".lstrip(".")].append(replace(outer, call=None))
             return
         x = next((a for a in (*args, *named.values()) if isinstance(a, Tensor)), None)
         if x is not None and isinstance(output, Tensor):
             y_shape = tuple(output.shape)
-            found[path].append(ModuleCall(tuple(x.shape), y_shape, output.element_size(), x.requires_grad))
+            calls[path].append(ModuleCall(tuple(x.shape), y_shape, output.element_size(), x.requires_grad))
 
     handles = [
         module.register_forward_hook(partial(record, path), with_kwargs=True) for path, module in model.named_modules()
@@ -179,17 +179,17 @@ def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
             except Exception:  # code of the model may raise its own where a guess has led it astray
                 if (values, guess) == ways[-1]:
                     raise
-                found.clear()
+                calls.clear()
                 weights.clear()
     finally:
         for handle in handles:
             handle.remove()
     for path, number, tensor in weights:  # only the whole forward shows whether returned weights are used
-        attention = found[path][number]
+        attention = calls[path][number]
         assert attention.call is not None, "an attention was called"
         call = attention.call._replace(weights_learn=leads_to(tensor, result))
-        found[path][number] = replace(attention, call=call)
-    return {path: tuple(module_calls) for path, module_calls in found.items()}
+        calls[path][number] = replace(attention, call=call)
+    return {path: tuple(module_calls) for path, module_calls in calls.items()}
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
@@ -222,12 +222,12 @@ def given_to(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """
     inputs = (unmarked(inputs),) if is_mark(inputs) else unmarked(inputs)
     if isinstance(inputs, Mapping):
-        return (), {name: _with_own_containers(each) for name, each in inputs.items()}
+        return (), {name: _with_own_containers(value) for name, value in inputs.items()}
     return tuple(map(_with_own_containers, inputs if isinstance(inputs, tuple | list) else (inputs,))), {}
 
 
 def _with_own_containers(value: Any) -> Any:
     kind = type(value)
     if kind is dict:
-        return {key: _with_own_containers(each) for key, each in value.items()}
+        return {key: _with_own_containers(entry) for key, entry in value.items()}
     return kind(map(_with_own_containers, value)) if kind is list or kind is tuple else value

@@ -39,8 +39,8 @@ def relation_of(call: RecordedCall) -> DimRelation:
     operator that writes in place, such as ``add_``, relates dims as its counterpart without the underscore does.
     """
     letters, name = DimLetters(), call.name
-    found = _RULES.get(name) or _RULES.get(name.rstrip("_")) or (_pointwise if _is_pointwise(call) else all_whole)
-    operands, results = found(call, letters)
+    dim_rule = _RULES.get(name) or _RULES.get(name.rstrip("_")) or (_pointwise if _is_pointwise(call) else all_whole)
+    operands, results = dim_rule(call, letters)
     product = name.rstrip("_")
     addend = 0 if product in ("addmm", "baddbmm") else 2 if product in ("linear", "convolution") else None
     relation = DimRelation(letters, list(operands), list(results), addend)
@@ -60,7 +60,7 @@ def _gathered(call: RecordedCall, relation: DimRelation) -> DimRelation:
     x, weight = operands[number], operands[number + 1]
     assert x is not None, "the dims of a product relate"
     assert weight is not None, "the dims of a product relate"
-    for letter in (each for each in x[-1] if isinstance(each, int)):
+    for letter in (piece for piece in x[-1] if isinstance(piece, int)):
         letters.roles[letter] = Role.GATHER
         own = letters.new(letters.sizes[letter], Role.WHOLE)
         operands[number + 1] = tuple(own if dim == x[-1] else dim for dim in weight)
@@ -128,7 +128,7 @@ def _grouped_product(call: RecordedCall, a: DimLetters) -> Any:
     columns = a.new(w.shape[-1], Role.SAME if len(w.shape) == 3 or matrices else Role.WHOLE)
     ins = [(*groups[: len(x.shape) - 2], rows, inner), (*groups[: len(w.shape) - 2], inner, columns)]
     out = (*a.of(call.results[0].shape[:-2], Role.WHOLE), rows, columns)
-    return [*ins, *(a.of(each.shape, Role.WHOLE) for each in others)], [out]
+    return [*ins, *(a.of(use.shape, Role.WHOLE) for use in others)], [out]
 
 
 @_rule("addmm", "baddbmm")
@@ -197,10 +197,10 @@ def _convolution(call: RecordedCall, a: DimLetters) -> Any:
       "logsumexp", "prod", "norm", "linalg_vector_norm", "median", "var_mean", "std_mean")  # fmt: skip
 def _reduce(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
-    given = call.argument(2 if call.name in ("norm", "linalg_vector_norm") else 1, "dim")
-    if given is None or given == []:
-        given = range(len(x))
-    over = {d % len(x) for d in ([given] if isinstance(given, int) else given)} if x else set()
+    dims = call.argument(2 if call.name in ("norm", "linalg_vector_norm") else 1, "dim")
+    if dims is None or dims == []:
+        dims = range(len(x))
+    over = {d % len(x) for d in ([dims] if isinstance(dims, int) else dims)} if x else set()
     is_norm = call.name in _VARIANCES or (call.name == "linalg_vector_norm" and call.argument(1, "ord", 2) == 2)
     role = Role.SUM if call.name in ("sum", "mean") else Role.NORM if is_norm else Role.WHOLE
     if is_norm and 0 in over:  # over samples, or over all of a weight
@@ -244,8 +244,8 @@ def _gated(call: RecordedCall, a: DimLetters) -> Any:
     """Relates the dims of a gated linear unit: two halves of a dim of the input are the same features, end to end."""
     x = call.operands[0].shape
     dim = call.argument(1, "dim", -1) % len(x)
-    made = tuple(a.piece(n // 2) if d == dim else a.new(n) for d, n in enumerate(x))
-    return [tuple((Concat((each, each)),) if d == dim else each for d, each in enumerate(made))], [made]
+    out = tuple(a.piece(n // 2) if d == dim else a.new(n) for d, n in enumerate(x))
+    return [tuple((Concat((letter, letter)),) if d == dim else letter for d, letter in enumerate(out))], [out]
 
 
 # ---- norms
@@ -299,7 +299,7 @@ def _batch_norm(call: RecordedCall, a: DimLetters) -> Any:
       "_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")  # fmt: skip
 def _pool(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
-    before = len(x) - next(int(each) for each in call.name if each.isdigit())  # dims of space are the last ones
+    before = len(x) - next(int(char) for char in call.name if char.isdigit())  # dims of space are the last ones
     lead = a.of(x[:before])
     return [(*lead, *a.of(x[before:], Role.WHOLE))], [
         (*lead, *a.of(r.shape[before:], Role.WHOLE)) for r in call.results
@@ -344,7 +344,7 @@ def _windows(call: RecordedCall, a: DimLetters) -> Any:
     x, y = call.operands[0].shape, call.results[0].shape
     dim = call.args[1] % max(len(x), 1)
     own = tuple(a.new(n, Role.WHOLE if d == dim else Role.SAME) for d, n in enumerate(x))
-    windows = (a.new(y[d], Role.WHOLE) if d == dim else each for d, each in enumerate(own))
+    windows = (a.new(y[d], Role.WHOLE) if d == dim else letter for d, letter in enumerate(own))
     return [own], [(*windows, a.new(y[-1], Role.WHOLE))]
 
 
@@ -386,7 +386,7 @@ def _index_select(call: RecordedCall, a: DimLetters) -> Any:
     takes_all = _takes_all(index, x.shape[dim] if x.shape else 1)
     chosen = a.new(index.shape[0] if index.shape else 1, Role.WHOLE if takes_all else Role.SAME)
     own = tuple(a.new(n, Role.WHOLE if d == dim else Role.SAME) for d, n in enumerate(x.shape))
-    own = tuple(chosen if takes_all and d == dim else each for d, each in enumerate(own))
+    own = tuple(chosen if takes_all and d == dim else letter for d, letter in enumerate(own))
     return [own, (chosen,) if index.shape else ()], [tuple(chosen if d == dim else o for d, o in enumerate(own))]
 
 
@@ -399,8 +399,8 @@ def _index_add(call: RecordedCall, a: DimLetters) -> Any:
     chosen = a.new(index.shape[0] if index.shape else 1, Role.WHOLE)
     if x.shape and _takes_all(index, x.shape[dim]):
         chosen = own[dim]
-    given = tuple(chosen if d == dim else dim_ for d, dim_ in enumerate(own))[: len(source.shape)]
-    return [own, (chosen,) if index.shape else (), given], [own]
+    source_dims = tuple(chosen if d == dim else dim_ for d, dim_ in enumerate(own))[: len(source.shape)]
+    return [own, (chosen,) if index.shape else (), source_dims], [own]
 
 
 @_rule("scatter", "scatter_add", "scatter_reduce")
@@ -412,14 +412,12 @@ def _scatter(call: RecordedCall, a: DimLetters) -> Any:
     """
     x, *others = call.operands
     dim = call.args[1] % max(len(x.shape), 1)
-    alike = [
-        all(len(each.shape) == len(x.shape) and each.shape[d] == n for each in others) for d, n in enumerate(x.shape)
-    ]
+    alike = [all(len(use.shape) == len(x.shape) and use.shape[d] == n for use in others) for d, n in enumerate(x.shape)]
     own = tuple(a.new(n, Role.SAME if d != dim and alike[d] else Role.WHOLE) for d, n in enumerate(x.shape))
 
     def other(use: TensorUse) -> Dims:
         sizes = zip(use.shape, x.shape, own, strict=True)
-        return tuple(each if d != dim and n == m else a.new(n, Role.WHOLE) for d, (n, m, each) in enumerate(sizes))
+        return tuple(letter if d != dim and n == m else a.new(n, Role.WHOLE) for d, (n, m, letter) in enumerate(sizes))
 
     return [own, *(other(use) if len(use.shape) == len(x.shape) else a.of(use.shape) for use in others)], [own]
 
@@ -438,8 +436,8 @@ def _index_put(call: RecordedCall, a: DimLetters) -> Any:
 
     All dims are needed whole.
     """
-    x, given, values = call.args[:3]
-    if len(given) != 1 or given[0] is None or not x.shape or not _takes_all(given[0], x.shape[0]):
+    x, indices, values = call.args[:3]
+    if len(indices) != 1 or indices[0] is None or not x.shape or not _takes_all(indices[0], x.shape[0]):
         return all_whole(call, a)
     own = a.of(x.shape, Role.WHOLE)
     return [own, own[:1], broadcast(values.shape, own)], [own]
@@ -448,20 +446,20 @@ def _index_put(call: RecordedCall, a: DimLetters) -> Any:
 @_rule("index")
 def _index(call: RecordedCall, a: DimLetters) -> Any:
     x, indices = call.args[0], list(call.args[1])
-    given = [v for v in indices if v is not None]
-    if any(v.dtype is torch.bool for v in given):
+    index_uses = [v for v in indices if v is not None]
+    if any(v.dtype is torch.bool for v in index_uses):
         return all_whole(call, a)
     places = [d for d, v in enumerate(indices) if v is not None]
-    shape = torch.broadcast_shapes(*(v.shape for v in given))
+    shape = torch.broadcast_shapes(*(v.shape for v in index_uses))
     all_of = [d for d in places if len(shape) == 1 and _takes_all(indices[d], x.shape[d])]
     joint = a.of(shape, Role.WHOLE if all_of else Role.SAME)
     own = tuple(a.new(n, Role.WHOLE if d in places else Role.SAME) for d, n in enumerate(x.shape))
-    own = tuple(joint[0] if d in all_of else each for d, each in enumerate(own))
+    own = tuple(joint[0] if d in all_of else letter for d, letter in enumerate(own))
     rest = [(d, own[d]) for d in range(len(x.shape)) if d not in places]
     together = places == list(range(places[0], places[0] + len(places)))
     first = [dim for d, dim in rest if together and d < places[0]]
     last = [dim for d, dim in rest if not (together and d < places[0])]
-    return [own, *(broadcast(v.shape, joint) for v in given)], [(*first, *joint, *last)]
+    return [own, *(broadcast(v.shape, joint) for v in index_uses)], [(*first, *joint, *last)]
 
 
 @_rule("nll_loss_forward", "nll_loss")

@@ -79,9 +79,9 @@ def leaves_of(tree: Any, kinds: tuple[type, ...]) -> list[Any]:
     >>> leaves_of((range(3), [range(4), None], {"x": range(5)}), (range,))
     [range(0, 3), range(0, 4), range(0, 5)]
     """
-    found: list[Any] = []
-    _add_leaves(tree, kinds, found)
-    return found
+    leaves: list[Any] = []
+    _add_leaves(tree, kinds, leaves)
+    return leaves
 
 
 def _add_leaves(tree: Any, kinds: tuple[type, ...], found: list[Any]) -> None:
@@ -89,11 +89,11 @@ def _add_leaves(tree: Any, kinds: tuple[type, ...], found: list[Any]) -> None:
     if kind in kinds:
         found.append(tree)
     elif kind is tuple or kind is list:
-        for each in tree:
-            _add_leaves(each, kinds, found)
+        for value in tree:
+            _add_leaves(value, kinds, found)
     elif kind is dict:
-        for each in tree.values():
-            _add_leaves(each, kinds, found)
+        for value in tree.values():
+            _add_leaves(value, kinds, found)
     elif kind not in _ATOMS:
         found += [leaf for leaf in tree_leaves(tree) if isinstance(leaf, kinds)]
 
@@ -113,9 +113,9 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     if kind is Tensor or kind is nn.Parameter:
         return function(tree)
     if kind is tuple or kind is list:
-        return kind([map_tensors(each, function) for each in tree])
+        return kind([map_tensors(value, function) for value in tree])
     if kind is dict:
-        return {key: map_tensors(each, function) for key, each in tree.items()}
+        return {key: map_tensors(value, function) for key, value in tree.items()}
     return tree if kind in _ATOMS else tree_map_only(Tensor, function, tree)
 
 
@@ -140,7 +140,7 @@ def run_on_meta(
     True
     """
     name = function.overloadpacket.__name__
-    if name in _OWN_KERNELS and any(each.is_meta for each in tensors_of(args)):
+    if name in _OWN_KERNELS and any(tensor.is_meta for tensor in tensors_of(args)):
         return _OWN_KERNELS[name](*args, **named)
     if name == "equal" and args[0].is_meta:
         return args[0].shape == args[1].shape
@@ -150,13 +150,13 @@ def run_on_meta(
     if is_new or _writes_in_place(function):
         try:
             key = function, _specs(args), tuple([(k, _specs(v)) for k, v in named.items()])
-            found = _results(*key, torch.get_default_dtype())
+            specs = _results(*key, torch.get_default_dtype())
             if seen is not None:
                 seen.append(key)
         except _NoKeyError:
             return function(*args, **named)
         if is_new:
-            return _made(found)
+            return _made(specs)
         return args[0] if function._schema.returns else None  # an equal call has shown that it may be
     return function(*args, **named)
 
@@ -167,10 +167,10 @@ def result_of(value: Any) -> MetaSpec | None:
     Complex, sparse and subclassed tensors are not plain.
     """
     try:
-        found = _specs(value)
+        spec = _specs(value)
     except _NoKeyError:
         return None
-    return found if isinstance(found, MetaSpec) else None
+    return spec if isinstance(spec, MetaSpec) else None
 
 
 class MetaOperators(DispatchMode):
@@ -250,7 +250,7 @@ def _makes_new(function: Any) -> bool:
     schema = function._schema
     every = [*schema.arguments, *schema.returns]
     known = function.namespace == "aten" and function.overloadpacket.__name__ not in _VIEWS
-    return known and all(each.alias_info is None for each in every)
+    return known and all(argument.alias_info is None for argument in every)
 
 
 @cache
@@ -263,7 +263,7 @@ def _writes_in_place(function: Any) -> bool:
     if function.namespace != "aten" or torch.Tag.inplace_view in tags or schema.name in _RESIZE:
         return False
     # each return has an alias too: an operator of one alias and no return, or of two and one return
-    aliases = [each.alias_info for each in (*schema.arguments, *schema.returns)]
+    aliases = [argument.alias_info for argument in (*schema.arguments, *schema.returns)]
     is_first = bool(aliases) and aliases[0] is not None and aliases[0].is_write and schema.name.endswith("_")
     return is_first and len(aliases) - aliases.count(None) == 1 + len(schema.returns) <= 2
 

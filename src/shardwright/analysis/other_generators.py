@@ -37,8 +37,8 @@ def other_generators(start: int = 0) -> Iterator[dict[str, Any]]:
     """
     numpy = sys.modules.get("numpy")
     fresh = random.Random(_START - start).getstate()
-    with _begun_with(fresh, None if numpy is None else numpy.random.RandomState(_START - start).get_state()) as found:
-        yield found
+    with _begun_with(fresh, None if numpy is None else numpy.random.RandomState(_START - start).get_state()) as states:
+        yield states
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def extreme_generators(*, high: bool) -> Iterator[None]:
     """
     drawn = random.Random(_START)
     outputs = [drawn.getrandbits(12) for _ in range(_NUM_WORDS)]
-    words = [_before_output(2**32 - 1 - each if high else each) for each in outputs]
+    words = [_before_output(2**32 - 1 - output if high else output) for output in outputs]
     numpy = sys.modules.get("numpy")
     numpys = None if numpy is None else ("MT19937", numpy.array(words, dtype=numpy.uint32), 0, 0, 0.0)
     with _begun_with((3, (*words, 0), None), numpys):
@@ -76,38 +76,38 @@ def every_start() -> Iterator[AbstractContextManager[Any]]:
 def _begun_with(state: Any, numpys: Any) -> Iterator[dict[str, Any]]:
     """Returns a context in which the generators begin with these states, and which restores those they had."""
     numpy: Any = sys.modules.get("numpy")
-    found: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     with _LOCK:
         before, numpys_before = random.getstate(), None if numpys is None else numpy.random.get_state()
         random.setstate(state)
         if numpys is not None:
             numpy.random.set_state(numpys)
         try:
-            yield found
+            yield states
         finally:
             now = random.getstate()
             if now != state:
-                found["Python's random"] = now
+                states["Python's random"] = now
             if numpys is not None:
                 numpys_now = _comparable(numpy.random.get_state())
                 if numpys_now != _comparable(numpys):
-                    found["numpy.random"] = numpys_now
+                    states["numpy.random"] = numpys_now
                 numpy.random.set_state(numpys_before)
             random.setstate(before)
 
 
 def _comparable(state: Any) -> tuple[Any, ...]:
-    return tuple(each.tobytes() if hasattr(each, "tobytes") else each for each in state)
+    return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
 
 
 def _before_output(word: int) -> int:
     """Returns the word of a Mersenne Twister's state that it gives out as ``word``: the inverse of its tempering."""
     word ^= word >> 18
     word ^= (word << 15) & 0xEFC60000
-    found = word
+    solution = word
     for _ in range(4):  # seven bits become known in each turn
-        found = word ^ ((found << 7) & 0x9D2C5680)
-    word = found
+        solution = word ^ ((solution << 7) & 0x9D2C5680)
+    word = solution
     for _ in range(2):  # eleven bits
-        found = word ^ (found >> 11)
-    return found
+        solution = word ^ (solution >> 11)
+    return solution

@@ -45,7 +45,7 @@ def record_own_functions(outputs: Sequence[Tensor], recorded: Recorded) -> None:
     if not nodes:
         return
     forward, recorded.recording = recorded.recording, Recording()
-    made = {(each.grad_fn, each.output_nr): each for each in recorded.kept() if each.grad_fn is not None}
+    made = {(tensor.grad_fn, tensor.output_nr): tensor for tensor in recorded.kept() if tensor.grad_fn is not None}
     for node in nodes:
         function = _FunctionBackward(recorded, forward, node, made)
         node.register_prehook(function.begin)
@@ -87,7 +87,7 @@ class _FunctionBackward:
         """Ends the record; ``gradients`` are those of the function's operands."""
         self._running.close()
         name, calls = type(self._node).__name__, list(self._recorded.recording.calls)
-        returned = [self._recorded.use(each) for each in gradients if each is not None]
+        returned = [self._recorded.use(tensor) for tensor in gradients if tensor is not None]
         # a checkpoint, for example, runs a backward inside of its own
         is_torchs = self._node._forward_cls.__module__.startswith("torch.")
         if not is_torchs and _adds_terms(calls, self._given, returned):

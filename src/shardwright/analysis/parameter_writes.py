@@ -23,13 +23,13 @@ def written_parameters(recording: Recording) -> dict[str, str]:
     {'0.weight': '0'}
     """
     names = {use: name for name, use in recording.parameters.items()}
-    found = {name: module for name, module in recording.replaced.items() if name}
+    writers = {name: module for name, module in recording.replaced.items() if name}
     for call in recording.calls:
         for use in call.written:
             if use in names:
-                found.setdefault(names[use], call.module)
+                writers.setdefault(names[use], call.module)
         if not names.keys().isdisjoint(call.operands):
             viewed = next((names[use] for use in call.viewed if use in names), None)
             if viewed is not None:
                 names |= {use: viewed for use in call.results if use not in names}
-    return found
+    return writers

@@ -50,8 +50,8 @@ def held_by(value: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             with suppress(ValueError):  # a cell may be empty
                 yield f"'s closure '{name}'", cell.cell_contents
-        for each in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
-            yield "'s default", each
+        for part in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
+            yield "'s default", part
     elif isinstance(value, MethodType):
         yield "", value.__func__
         yield "", value.__self__
@@ -59,26 +59,26 @@ def held_by(value: Any) -> Iterator[tuple[str, Any]]:
         yield "", value.__self__
     elif isinstance(value, partial):
         yield "", value.func
-        for each in value.args:
-            yield ", an argument", each
-        for name, each in value.keywords.items():
-            yield f", argument '{name}'", each
+        for part in value.args:
+            yield ", an argument", part
+        for name, part in value.keywords.items():
+            yield f", argument '{name}'", part
     elif isinstance(value, property):
-        yield from (("", each) for each in (value.fget, value.fset, value.fdel))
+        yield from (("", accessor) for accessor in (value.fget, value.fset, value.fdel))
     elif isinstance(value, staticmethod | classmethod):
         yield "", value.__func__
     elif isinstance(value, dict | MappingProxyType):
         # a copy, as below: another rank, as a thread, may add to it in this moment
-        for key, each in (dict.copy(value) if isinstance(value, dict) else value).items():
+        for key, part in (dict.copy(value) if isinstance(value, dict) else value).items():
             yield "'s keys", key
-            yield f"[{key!r}]" if type(key) in (str, int) else "'s values", each
+            yield f"[{key!r}]" if type(key) in (str, int) else "'s values", part
     elif isinstance(value, list | tuple | deque):
-        yield from ((f"[{number}]", each) for number, each in enumerate(tuple(value)))
+        yield from ((f"[{number}]", entry) for number, entry in enumerate(tuple(value)))
     elif isinstance(value, set | frozenset):
-        yield from (("'s items", each) for each in tuple(value))
+        yield from (("'s items", member) for member in tuple(value))
     elif isinstance(value, ref) and not isinstance(value(), Tensor):  # a tensor is not computed with by its reference
         yield "", value()
-    yield from ((f".{name}", each) for name, each in attributes(value).items())
+    yield from ((f".{name}", attribute) for name, attribute in attributes(value).items())
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -87,14 +87,14 @@ def attributes(value: Any) -> dict[str, Any]:
     >>> attributes(nn.Identity())["training"], attributes(3)
     (True, {})
     """
-    found = {}
+    slot_values = {}
     for kind in type(value).__mro__ if type(value).__module__ != "builtins" else ():
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             with suppress(AttributeError):
-                found[name] = object.__getattribute__(value, name)
+                slot_values[name] = object.__getattribute__(value, name)
     own = getattr(value, "__dict__", None)
-    return {**found, **own} if isinstance(own, dict) else found
+    return {**slot_values, **own} if isinstance(own, dict) else slot_values
 
 
 def reached(
@@ -109,14 +109,14 @@ def reached(
     """
     waiting = [("", value)]
     while waiting:
-        words, each = waiting.pop()
-        if type(each) in ATOMS or id(each) in seen:
+        words, node = waiting.pop()
+        if type(node) in ATOMS or id(node) in seen:
             continue
-        seen[id(each)] = each
-        yield words, each
-        is_table = most is not None and isinstance(each, dict | list | tuple | set | frozenset) and len(each) > most
-        if id(each) not in closed and not is_table and not is_leaf(each):
-            waiting += [(words + more, part) for more, part in held_by(each) if type(part) not in ATOMS]
+        seen[id(node)] = node
+        yield words, node
+        is_table = most is not None and isinstance(node, dict | list | tuple | set | frozenset) and len(node) > most
+        if id(node) not in closed and not is_table and not is_leaf(node):
+            waiting += [(words + more, part) for more, part in held_by(node) if type(part) not in ATOMS]
 
 
 def unregistered_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -152,14 +152,14 @@ def outside_registration(model: nn.Module, *, left_out: str = "") -> Iterator[tu
             if name == left_out and isinstance(module, nn.RNNBase):
                 continue
             place = f"{path}.{name}".lstrip(".")
-            yield from ((place + words, each) for words, each in reached(value, seen, registered))
+            yield from ((place + words, part) for words, part in reached(value, seen, registered))
 
 
 def unregistered(model: nn.Module) -> tuple[nn.Module, ...]:
     """Returns the modules that a model holds in plain lists, dicts, closures and the like without registering them."""
     registered = {id(module) for module in model.modules()}
-    found = (each for _, each in outside_registration(model) if isinstance(each, nn.Module))
-    return tuple(each for each in found if id(each) not in registered)
+    modules = (module for _, module in outside_registration(model) if isinstance(module, nn.Module))
+    return tuple(module for module in modules if id(module) not in registered)
 
 
 def tensors_outside(model: nn.Module) -> dict[int, str]:
@@ -174,8 +174,8 @@ def tensors_outside(model: nn.Module) -> dict[int, str]:
     >>> list(tensors_outside(layer).values())
     ['again[0]']
     """
-    found = outside_registration(model, left_out="_flat_weights")
-    return {id(each): place for place, each in found if isinstance(each, Tensor)}
+    pairs = outside_registration(model, left_out="_flat_weights")
+    return {id(tensor): place for place, tensor in pairs if isinstance(tensor, Tensor)}
 
 
 def code_objects(function: FunctionType) -> Iterator[CodeType]:
@@ -183,7 +183,7 @@ def code_objects(function: FunctionType) -> Iterator[CodeType]:
     waiting = [function.__code__]
     while waiting:
         code = waiting.pop()
-        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         yield code
 
 
@@ -201,13 +201,13 @@ def globals_read(function: FunctionType, wanted: Collection[int]) -> Iterator[st
     for code in code_objects(function):
         names = [name for name in code.co_names if _holds(function.__globals__.get(name), wanted)]
         if names:  # a name may be that of an attribute, too
-            loaded = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+            loaded = {op.argval for op in dis.get_instructions(code) if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
             yield from (name for name in names if name in loaded)
 
 
 def _holds(value: Any, wanted: Collection[int]) -> bool:
     if isinstance(value, Mapping):
-        return any(id(each) in wanted for each in value.values())
+        return any(id(entry) in wanted for entry in value.values())
     if isinstance(value, list | tuple):
-        return any(id(each) in wanted for each in value)
+        return any(id(entry) in wanted for entry in value)
     return id(value) in wanted

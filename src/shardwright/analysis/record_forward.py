@@ -46,7 +46,7 @@ def record_forward(
     if num_guessed and len(recording.parameters_used) < len(recording.parameters):
         with suppress(Exception):  # as above
             other, _ = _record(model, inputs, within, guess=True)
-            return max(recording, other, key=lambda each: len(each.parameters_used))
+            return max(recording, other, key=lambda candidate: len(candidate.parameters_used))
     return recording
 
 
@@ -61,9 +61,9 @@ def _record(
         for name, buffer in model.named_buffers():
             recording.buffers[name] = recorded.use(buffer.detach(), "buffer", name)
         recording.inputs = [recorded.use(tensor, "input") for tensor in sample_tensors(inputs)]
-        for found, marks in ((recording.marked_inputs, marks_in(inputs)), (recording.packed_inputs, packed_in(inputs))):
-            found += [recorded.use(tensor, "input") for mark in marks for tensor in tree_leaves(mark)
-                      if isinstance(tensor, Tensor)]  # fmt: skip
+        for uses, marks in ((recording.marked_inputs, marks_in(inputs)), (recording.packed_inputs, packed_in(inputs))):
+            uses += [recorded.use(tensor, "input") for mark in marks for tensor in tree_leaves(mark)
+                     if isinstance(tensor, Tensor)]  # fmt: skip
         _note_samples(packed_in(inputs), recorded)
         with torch.enable_grad(), within(recorded), recorded:
             outputs = call_model(model, inputs)
@@ -78,7 +78,7 @@ def _record(
         recording.outputs = [recorded.use(tensor) for tensor in tensors]
         own_loss = loss_in(outputs)
         recording.loss = recorded.use(own_loss) if own_loss is not None else None
-        recording.hidden_in = next((each.holder for each in unseen_outputs(outputs)), None)
+        recording.hidden_in = next((hidden_tensor.holder for hidden_tensor in unseen_outputs(outputs)), None)
         recording.num_numbers, recording.num_masks = recorded.num_numbers, recorded.num_masks
         recording.reads_values = recorded.num_reads > 0
         recording.guess = guess if recorded.num_guessed else None

@@ -114,7 +114,7 @@ class RecordedCall:
     def statistics(self) -> list[TensorUse]:
         """The running mean and variance that a batch norm updates in training, writes that its schema lacks."""
         updates = self.name in ("native_batch_norm", "batch_norm") and self.argument(5, "training", False)
-        return [each for each in self.args[3:5] if isinstance(each, TensorUse)] if updates else []
+        return [use for use in self.args[3:5] if isinstance(use, TensorUse)] if updates else []
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
         """Returns an argument that was passed by position (``place``) or keyword (``name``), or else ``default``."""
@@ -211,19 +211,19 @@ class Recording:
         calls = defaultdict[str, list[RecordedCall]](list)
         for call in self.calls:
             calls[call.module].append(call)
-        found = {}
-        for module, own in calls.items():
-            made = {result for call in own for result in call.results}
-            operands = dict.fromkeys(use for call in own for use in call.operands)
-            found[module] = Recording(
-                calls=own,
+        recordings = {}
+        for module, own_calls in calls.items():
+            made = {result for call in own_calls for result in call.results}
+            operands = dict.fromkeys(use for call in own_calls for use in call.operands)
+            recordings[module] = Recording(
+                calls=own_calls,
                 parameters={use.name: use for use in operands if use.kind == "parameter"},
                 inputs=[use for use in operands if use.kind not in ("parameter", "constant") and use not in made],
                 functions=self.functions,
                 measured_in_backward=self.measured_in_backward,
                 assigned=self.assigned,
             )
-        return found
+        return recordings
 
     @property
     def parameters_used(self) -> set[str]:
@@ -347,8 +347,8 @@ class Recorded(MetaValues):
             return number, use.name, tuple(tensor.shape), tensor.dtype, known
 
         with self.quiet(), torch._C.DisableTorchFunction():
-            given = map_tensors((args, named), described)
-        self.digest.update(repr((str(function), self.where(), given)).encode())
+            arguments = map_tensors((args, named), described)
+        self.digest.update(repr((str(function), self.where(), arguments)).encode())
 
     def ran(self, function: Any, args: Any, named: dict[str, Any], results: Any, *, random: bool) -> None:
         """Records one operator call, its operands and its results, unless it runs in a :meth:`quiet` context.
@@ -366,11 +366,11 @@ class Recorded(MetaValues):
             return operands[-1]
 
         seen_args, seen_named = map_tensors((tuple(args), named), seen)
-        constant = not random and all(each.kind == "constant" for each in operands)
+        constant = not random and all(operand.kind == "constant" for operand in operands)
         for written in written_arguments(function, args, named, Tensor):
-            for each in self._of_storage[view_key(written)[0]]:  # of a view, also what it is a view of
-                each.kind = "" if each.kind == "constant" and not constant else each.kind
-                each.counts = False
+            for use in self._of_storage[view_key(written)[0]]:  # of a view, also what it is a view of
+                use.kind = "" if use.kind == "constant" and not constant else use.kind
+                use.counts = False
         made = tuple(self.use(t, "constant" if constant else "") for t in tree_leaves(results) if isinstance(t, Tensor))
         if constant and len(made) == 1 and _counts(function, seen_args, made[0]):
             made[0].counts = True
@@ -451,7 +451,7 @@ class _WholeCalls(TorchFunctionMode):
             recorded = self._recorded
             recorded.recording.measured[recorded.use(args[0].detach()).name].add(recorded.where()[0])
         if func == Tensor.to and isinstance(args[0], nn.Parameter):
-            self._moved = None if any(isinstance(each, torch.dtype) for each in (*args, *named.values())) else args[0]
+            self._moved = None if any(isinstance(arg, torch.dtype) for arg in (*args, *named.values())) else args[0]
         is_same = func == _SETS_DATA and args[1] is args[0]
         if func == _SETS_DATA and isinstance(args[0], nn.Parameter) and not (is_same and self._moved is args[0]):
             self._recorded.assigns(args[0].detach(), args[1], is_same=is_same)

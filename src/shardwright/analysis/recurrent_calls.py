@@ -61,21 +61,23 @@ def recurrent_call(function: Any, args: tuple[Any, ...], named: Mapping[str, Any
         return None
     if function in _CELLS:
         input, states, *weights = args
-        given = tuple(states) if isinstance(states, tuple | list) else (states,)
-        return RecurrentCall(_CELLS[function], True, input, given, [[each for each in weights if each is not None]])
+        all_states = tuple(states) if isinstance(states, tuple | list) else (states,)
+        return RecurrentCall(
+            _CELLS[function], True, input, all_states, [[weight for weight in weights if weight is not None]]
+        )
     if function not in _LAYERS or len(args) != 9:
         return None
     is_packed = _is_packed(args)
     input, sizes = args[:2] if is_packed else (args[0], None)
     states, params, _, num_layers, dropout, is_training, bidirectional, *first = args[2 if is_packed else 1 :]
-    each = len(params) // (num_layers * (2 if bidirectional else 1))
-    if each not in (2, 4):
+    num_weights = len(params) // (num_layers * (2 if bidirectional else 1))
+    if num_weights not in (2, 4):
         return None
-    weights = [params[start : start + each] for start in range(0, len(params), each)]
-    given = tuple(states) if isinstance(states, tuple | list) else (states,)
+    weights = [params[start : start + num_weights] for start in range(0, len(params), num_weights)]
+    all_states = tuple(states) if isinstance(states, tuple | list) else (states,)
     return RecurrentCall(
-        _LAYERS[function], False, input, given, weights, sizes, dropout if is_training else 0.0, bool(bidirectional),
-        bool(first and first[0]),
+        _LAYERS[function], False, input, all_states, weights, sizes, dropout if is_training else 0.0,
+        bool(bidirectional), bool(first and first[0]),
     )  # fmt: skip
 
 

@@ -89,14 +89,14 @@ def _look_at(function: type[Function]) -> None:
 
     No function mode of torch sees a call of ``apply``: it has to be replaced where code looks it up, on the class.
     """
-    for each in function.__subclasses__():
+    for subclass in function.__subclasses__():
         with _LOOKING:
-            if each not in _LOOKED_AT:
-                _LOOKED_AT.add(each)
-                plain = getattr(each.apply, "__func__", None)
-                if plain is not None and _is_checkpoint(each) and not hasattr(plain, "__wrapped__"):
-                    each.apply = classmethod(_replaced(plain))  # type: ignore[assignment, method-assign]
-        _look_at(each)
+            if subclass not in _LOOKED_AT:
+                _LOOKED_AT.add(subclass)
+                plain = getattr(subclass.apply, "__func__", None)
+                if plain is not None and _is_checkpoint(subclass) and not hasattr(plain, "__wrapped__"):
+                    subclass.apply = classmethod(_replaced(plain))  # type: ignore[assignment, method-assign]
+        _look_at(subclass)
 
 
 def _replaced(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,8 +120,8 @@ def _is_checkpoint(function: type[Function]) -> bool:
 
 def _names(function: type[Function], method: str) -> tuple[str, ...]:
     """Returns the names of globals and attributes that a method of the class uses."""
-    found: tuple[str, ...] = getattr(getattr(unwrap(getattr(function, method)), "__code__", None), "co_names", ())
-    return found
+    names: tuple[str, ...] = getattr(getattr(unwrap(getattr(function, method)), "__code__", None), "co_names", ())
+    return names
 
 
 def _checkpointed(function: type[Function], plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -134,17 +134,17 @@ def _checkpointed(function: type[Function], plain: Callable[..., Any], args: tup
     takes_given = "backward" not in _names(function, "backward")  # gradients of what it is given, and of no more
     if place is None or (takes_given and not any(isinstance(arg, nn.Parameter) for arg in args)):
         return plain(*args)
-    made: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def run(*inputs: Any, **named: Any) -> Any:
-        for each in (*inputs, *named.values()):
-            if isinstance(each, Tensor) and not any(each is arg for arg in args):  # its gradient would end here
+        for value in (*inputs, *named.values()):
+            if isinstance(value, Tensor) and not any(value is arg for arg in args):  # its gradient would end here
                 raise _OtherTensorError
         with torch.enable_grad():
             code = partial(_run, args[place], named)
-            found = torch.utils.checkpoint.checkpoint(code, *inputs, use_reentrant=False)
-        made.extend(leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
-        return found
+            results = torch.utils.checkpoint.checkpoint(code, *inputs, use_reentrant=False)
+        tensors.extend(leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor))
+        return results
 
     try:
         with torch.no_grad():  # as torch runs it
@@ -152,7 +152,7 @@ def _checkpointed(function: type[Function], plain: Callable[..., Any], args: tup
     except _OtherTensorError:
         _LEFT_ALONE.add(function)
         return plain(*args)
-    if any(isinstance(leaf, Tensor) and not any(leaf is each for each in made) for leaf in tree_leaves(output)):
+    if any(isinstance(leaf, Tensor) and not any(leaf is tensor for tensor in tensors) for leaf in tree_leaves(output)):
         _LEFT_ALONE.add(function)
         raise PlanError(
             f"the checkpoint '{function.__name__}' returns other tensors than the code inside of it",

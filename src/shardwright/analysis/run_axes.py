@@ -89,21 +89,21 @@ def _factors(axis: DimAxis) -> list[DimAxis]:
     axis = root(axis)
     if axis.factors is None:
         return [axis] if axis.size > 1 else []
-    return [factor for each in axis.factors for factor in _factors(each)]
+    return [factor for inner in axis.factors for factor in _factors(inner)]
 
 
 def _parts(axis: DimAxis) -> list[DimAxis]:
     axis = root(axis)
-    return [axis] if axis.parts is None else [part for each in axis.parts for part in _parts(each)]
+    return [axis] if axis.parts is None else [part for inner in axis.parts for part in _parts(inner)]
 
 
 def _product(axes: Sequence[DimAxis]) -> DimAxis:
-    factors = [factor for each in axes for factor in _factors(each)]
+    factors = [factor for axis in axes for factor in _factors(axis)]
     if len(factors) == 1:
         return factors[0]
-    made = DimAxis(prod(factor.size for factor in factors))
-    made.factors = factors or None
-    return made
+    product = DimAxis(prod(factor.size for factor in factors))
+    product.factors = factors or None
+    return product
 
 
 def product_of(slow: DimAxis, inside: int) -> DimAxis:
@@ -112,12 +112,12 @@ def product_of(slow: DimAxis, inside: int) -> DimAxis:
 
 
 def _concatenation(axes: Sequence[DimAxis]) -> DimAxis:
-    parts = [part for each in axes for part in _parts(each) if part.size]
+    parts = [part for axis in axes for part in _parts(axis) if part.size]
     if len(parts) == 1:
         return parts[0]
-    made = DimAxis(sum(part.size for part in parts))
-    made.parts = parts
-    return made
+    concatenation = DimAxis(sum(part.size for part in parts))
+    concatenation.parts = parts
+    return concatenation
 
 
 def _need_whole(axis: DimAxis, why: str) -> None:
@@ -138,12 +138,12 @@ def _split_off(axis: DimAxis, fast: int) -> bool:
     if any(part.size % fast for part in _parts(axis)):
         return False
     halves = [_halves(part, fast) for part in _parts(axis)]
-    found = [half for half in halves if half is not None]
-    if len(found) < len(halves):
+    pairs = [half for half in halves if half is not None]
+    if len(pairs) < len(halves):
         return False
-    for _, low in found[1:]:
-        unify(found[0][1], low)
-    axis.parts, axis.factors = None, [_concatenation([high for high, _ in found]), root(found[0][1])]
+    for _, low in pairs[1:]:
+        unify(pairs[0][1], low)
+    axis.parts, axis.factors = None, [_concatenation([high for high, _ in pairs]), root(pairs[0][1])]
     return True
 
 
@@ -171,17 +171,17 @@ def _cut_at(axis: DimAxis, start: int) -> tuple[DimAxis, DimAxis] | None:
     if axis.factors is not None:
         slow, *rest = _factors(axis)
         inside = prod(factor.size for factor in rest)
-        found = None if start % inside else _cut_at(slow, start // inside)
-        return None if found is None else (_product([found[0], *rest]), _product([found[1], *rest]))
+        pieces = None if start % inside else _cut_at(slow, start // inside)
+        return None if pieces is None else (_product([pieces[0], *rest]), _product([pieces[1], *rest]))
     at, parts = 0, _parts(axis)
     for number, part in enumerate(parts):
         if at == start:
             return _concatenation(parts[:number]), _concatenation(parts[number:])
         if at + part.size > start:
-            found = _cut_at(part, start - at)
-            if found is None:
+            pieces = _cut_at(part, start - at)
+            if pieces is None:
                 return None
-            before, after = [*parts[:number], found[0]], [found[1], *parts[number + 1 :]]
+            before, after = [*parts[:number], pieces[0]], [pieces[1], *parts[number + 1 :]]
             return _concatenation(before), _concatenation(after)
         at += part.size
     return None
@@ -241,11 +241,11 @@ def _unify_factors(one: DimAxis, other: DimAxis) -> list[TwoOrders]:
             in_two_orders += unify(a, b)
         else:
             fast = gcd(a.size, b.size)
-            if fast == 1 or not all(each.size == fast or _split_off(each, fast) for each in (a, b)):
-                for each in (*left, *right, a, b):
-                    _need_whole(each, MISMATCH)
+            if fast == 1 or not all(factor.size == fast or _split_off(factor, fast) for factor in (a, b)):
+                for axis in (*left, *right, a, b):
+                    _need_whole(axis, MISMATCH)
                 one_way, another = [*left, a], [*right, b]
-                if Counter(each.size for each in one_way) == Counter(each.size for each in another):
+                if Counter(factor.size for factor in one_way) == Counter(factor.size for factor in another):
                     in_two_orders.append((one_way, another))
                 return in_two_orders
             left += _factors(a)
@@ -263,13 +263,13 @@ def _unify_parts(one: DimAxis, other: DimAxis) -> list[TwoOrders]:
             in_two_orders += unify(a, b)
         else:
             big, small, rest = (a, b, left) if a.size > b.size else (b, a, right)
-            found = _cut_at(big, small.size)
-            if found is None:
-                for each in (*left, *right, a, b):
-                    _need_whole(each, MISMATCH)
+            pieces = _cut_at(big, small.size)
+            if pieces is None:
+                for axis in (*left, *right, a, b):
+                    _need_whole(axis, MISMATCH)
                 return in_two_orders
-            in_two_orders += unify(found[0], small)
-            rest.insert(0, found[1])
+            in_two_orders += unify(pieces[0], small)
+            rest.insert(0, pieces[1])
     return in_two_orders
 
 
@@ -312,7 +312,7 @@ class RunAxes:
 
         If dim 0 was found to be a product or a concatenation, those that make it up are returned (:func:`leaves`).
         """
-        return {leaf for given in inputs if given.shape for leaf in leaves(self.of(given)[0])}
+        return {leaf for tensor in inputs if tensor.shape for leaf in leaves(self.of(tensor)[0])}
 
 
 _VIEWS = frozenset(("select", "slice"))
@@ -336,7 +336,7 @@ def axes_of(recording: Recording) -> RunAxes:
     >>> root(first[0]) is root(second[1]), root(first[1]) is root(second[0])
     (True, False)
     """
-    found = RunAxes()
+    run_axes = RunAxes()
     backward = {id(call) for calls in recording.functions.values() for call in calls}
     classes = {id(call): dim for pair, dim in _cross_entropies(recording) for call in pair}
     calls = [*recording.calls, *chain.from_iterable(recording.functions.values())]
@@ -351,9 +351,9 @@ def axes_of(recording: Recording) -> RunAxes:
         axes = [DimAxis(size) for size in relation.letters.sizes]
         for tensor, dims in zip(tensors, (*relation.operands, *relation.results), strict=True):
             if dims is not None and tensor.kind != "constant":
-                for axis, dim in zip(found.of(tensor), dims, strict=True):
+                for axis, dim in zip(run_axes.of(tensor), dims, strict=True):
                     if axis.size > 1:
-                        found.in_two_orders += [(call, each) for each in unify(axis, _axis(dim, axes))]
+                        run_axes.in_two_orders += [(call, orders) for orders in unify(axis, _axis(dim, axes))]
         scores = relation.operands[0] if id(call) in classes else None
         of_classes = scores[classes[id(call)]] if scores is not None else ()
         for letter, (axis, role) in enumerate(zip(axes, relation.letters.roles, strict=True)):
@@ -366,12 +366,12 @@ def axes_of(recording: Recording) -> RunAxes:
             ):
                 _need_whole(axis, call.name)  # in a backward of the user's own, nothing sums over ranks
             elif role is not Role.SAME:
-                found.uses.append(AxisUse(call, axis, role))
+                run_axes.uses.append(AxisUse(call, axis, role))
     for parameter, value in recording.assigned:
         if parameter.shape == value.shape and not value.kind:
-            for axis, other in zip(found.of(parameter), found.of(value), strict=True):
+            for axis, other in zip(run_axes.of(parameter), run_axes.of(value), strict=True):
                 unify(axis, other)
-    return found
+    return run_axes
 
 
 def _cross_entropies(recording: Recording) -> Iterator[tuple[tuple[RecordedCall, RecordedCall], int]]:
@@ -423,14 +423,14 @@ def labels_of(axis: DimAxis, cut: Mapping[DimAxis, bytes]) -> bytes | None:
     axis = root(axis)
     if axis in cut:
         return cut[axis]
-    found = [(labels_of(inner, cut), root(inner).size) for inner in axis.inner]
-    held = [number for number, (labels, _) in enumerate(found) if labels is not None]
-    if not held:
+    inner_labels = [(labels_of(inner, cut), root(inner).size) for inner in axis.inner]
+    numbers = [number for number, (labels, _) in enumerate(inner_labels) if labels is not None]
+    if not numbers:
         return None
     if axis.parts is not None:
-        return b"".join(bytes((ALL,)) * size if labels is None else labels for labels, size in found)
-    (number,) = held
-    labels = found[number][0]
+        return b"".join(bytes((ALL,)) * size if labels is None else labels for labels, size in inner_labels)
+    (number,) = numbers
+    labels = inner_labels[number][0]
     assert labels is not None, "it is held"
-    inside = prod(size for _, size in found[number + 1 :])
-    return spread(labels, inside, prod(size for _, size in found[:number]))
+    inside = prod(size for _, size in inner_labels[number + 1 :])
+    return spread(labels, inside, prod(size for _, size in inner_labels[:number]))

@@ -39,13 +39,13 @@ def following_modules(model: nn.Module, tell: Callable[[str], None]) -> Iterator
 
     def claim(values: Any) -> None:
         """Assigns the autograd nodes that lead to ``values`` and belong to no module yet to the running module."""
-        path, found = running, [each.grad_fn for each in tree_leaves(values) if isinstance(each, Tensor)]
-        while found:
-            node = found.pop()
+        path, nodes = running, [leaf.grad_fn for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        while nodes:
+            node = nodes.pop()
             if node is not None and node not in known:
                 known.add(node)
                 node.register_prehook(lambda _: runs(path))
-                found += [each for each, _ in node.next_functions]
+                nodes += [next_node for next_node, _ in node.next_functions]
 
     def entering(path: str) -> Callable[[nn.Module, Sequence[Any], dict[str, Any]], None]:
         def enter(_: nn.Module, args: Sequence[Any], named: dict[str, Any]) -> None:

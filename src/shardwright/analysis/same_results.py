@@ -62,23 +62,23 @@ def difference_from_forward(model: nn.Module, chunked: ChunkedModel, inputs: Any
     whole = ChunkedModel(chunked.graph, {site: 0 for _, site in sites(chunked.graph) if site is not None}, 1)
     numbers: dict[object, Origin] = {}
     try:
-        given = tree_map_only(Tensor, lambda each: each.to("meta"), inputs)
-        wanted, values = _origins(model, lambda each: call_model(each, given), given, numbers)
+        meta_inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
+        forward_origins, values = _origins(model, lambda module: call_model(module, meta_inputs), meta_inputs, numbers)
     except Exception:  # of the user's own code, without values: other checks say so where it matters
         return ""
     try:
-        traced = partial(_run_whole, whole, given)
-        found, _ = _origins(model, traced, given, numbers, values=values)
+        traced = partial(_run_whole, whole, meta_inputs)
+        traced_origins, _ = _origins(model, traced, meta_inputs, numbers, values=values)
     except Exception as failure:  # of the code, on a branch that it does not take itself
         return f"the traced calls raise {type(failure).__name__}: {first_line(failure)}{line_of(failure)}"
-    if wanted != found:
+    if forward_origins != traced_origins:
         return "the traced calls give another output than the forward"
     chunks: dict[str, set[int | None]] = {}
     for node, chunk in chunked.nodes.items():
         if node.op == "call_module":
             chunks.setdefault(str(node.target), set()).add(chunk)
     paths = [path for path, several in chunks.items() if len(several) > 1]
-    kept = _keeping_state(model, given, _of_own_code(model, paths), numbers, wanted, values=values)
+    kept = _keeping_state(model, meta_inputs, _of_own_code(model, paths), numbers, forward_origins, values=values)
     return f"a call of '{min(kept)}' in one chunk keeps something for its call in another" if kept else ""
 
 
@@ -108,12 +108,14 @@ def modules_keeping_state(model: nn.Module, inputs: Any, paths: list[str]) -> di
     {'0': 'calls'}
     """
     numbers: dict[object, Origin] = {}
-    own = _of_own_code(model, paths)
+    own_paths = _of_own_code(model, paths)
     try:
-        wanted, values = _origins(model, lambda each: call_model(each, inputs), inputs, numbers) if own else ([], False)
+        origins, values = (
+            _origins(model, lambda module: call_model(module, inputs), inputs, numbers) if own_paths else ([], False)
+        )
     except Exception:  # of the user's own code, without values
         return {}
-    return _keeping_state(model, inputs, own, numbers, wanted, values=values)
+    return _keeping_state(model, inputs, own_paths, numbers, origins, values=values)
 
 
 def _of_own_code(model: nn.Module, paths: list[str]) -> list[str]:
@@ -126,7 +128,7 @@ def _keeping_state(
     values: bool,
 ) -> dict[str, str]:  # fmt: skip
     """Returns :func:`modules_keeping_state` for a forward that has run, whose outputs have the origins ``wanted``."""
-    found: dict[str, str] = {}
+    attributes: dict[str, str] = {}
     for path in paths:
         changed: list[str] = []
         try:
@@ -134,8 +136,8 @@ def _keeping_state(
         except Exception:  # of a call that lacks what another one would have left
             alone = None
         if alone != wanted:
-            found[path] = changed[0] if changed else ""
-    return found
+            attributes[path] = changed[0] if changed else ""
+    return attributes
 
 
 def _call_isolated(path: str, inputs: Any, changed: list[str], model: nn.Module) -> Any:
@@ -144,20 +146,20 @@ def _call_isolated(path: str, inputs: Any, changed: list[str], model: nn.Module)
     The names of numbers and texts that a call leaves with other values are appended to ``changed``.
     """
     module = model.get_submodule(path)
-    before = {each: {name: _shallow_copy(value) for name, value in own_attributes(each).items()}
-              for each in module.modules()}  # fmt: skip
+    before = {submodule: {name: _shallow_copy(value) for name, value in own_attributes(submodule).items()}
+              for submodule in module.modules()}  # fmt: skip
 
     def restore(*_: Any) -> None:
-        for each, kept in before.items():
-            for name in own_attributes(each):
-                delattr(each, name)
-            vars(each).update({name: _shallow_copy(value) for name, value in kept.items()})
+        for submodule, attributes in before.items():
+            for name in own_attributes(submodule):
+                delattr(submodule, name)
+            vars(submodule).update({name: _shallow_copy(value) for name, value in attributes.items()})
 
     def compare(*_: Any) -> None:
-        for each, kept in before.items():
-            now = own_attributes(each)
+        for submodule, attributes in before.items():
+            now = own_attributes(submodule)
             plain = (name for name, value in now.items() if isinstance(value, bool | int | float | str))
-            changed.extend(name for name in plain if name not in kept or now[name] != kept[name])
+            changed.extend(name for name in plain if name not in attributes or now[name] != attributes[name])
 
     module.register_forward_pre_hook(restore)
     module.register_forward_hook(compare)
@@ -196,14 +198,16 @@ def _origins(
         stack.enter_context(ignoring_batch_statistics(own))
         stack.enter_context(mode)
         output = call(own)
-    return [mode.of(each) for each in tensors_of(output)], values
+    return [mode.of(tensor) for tensor in tensors_of(output)], values
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
     """Returns a copy of a model whose tensors are views of the model's, so that code may replace what they show."""
-    others = [*model.buffers(), *tensors_of([[*own_attributes(each).values()] for each in model.modules()])]
-    memo: dict[int, Any] = {id(each): each.detach() for each in others}
-    memo |= {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in model.parameters()}
+    others = [*model.buffers(), *tensors_of([[*own_attributes(module).values()] for module in model.modules()])]
+    memo: dict[int, Any] = {id(tensor): tensor.detach() for tensor in others}
+    memo |= {
+        id(parameter): nn.Parameter(parameter.detach(), parameter.requires_grad) for parameter in model.parameters()
+    }
     return copied(model, memo)
 
 
@@ -222,8 +226,8 @@ class _OperatorFollower(DispatchMode):
         self._of_storage: dict[int, object] = {}
         self._alive: list[Tensor] = [*leaves]  # so that each storage is that of no other tensor
         self._draws = 0
-        for each in filter(_has_storage, leaves):
-            key = each.untyped_storage()._cdata
+        for leaf in filter(_has_storage, leaves):
+            key = leaf.untyped_storage()._cdata
             self._of_storage[key] = "leaf", key
 
     def of(self, tensor: Tensor) -> Origin:
@@ -249,26 +253,26 @@ class _OperatorFollower(DispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named, schema = kwargs or {}, function._schema
-        given = [each for each in tensors_of((args, named)) if _has_storage(each)]
-        before = {each.untyped_storage()._cdata for each in given}
+        operands = [operand for operand in tensors_of((args, named)) if _has_storage(operand)]
+        before = {operand.untyped_storage()._cdata for operand in operands}
         draws = torch.Tag.nondeterministic_seeded in function.tags
         self._draws += draws
-        is_constant = not draws and all(self._storage(each) == _CONSTANT for each in given)
+        is_constant = not draws and all(self._storage(operand) == _CONSTANT for operand in operands)
         parts = (*self._parts(args), *self._parts(named))
         made = self._number((schema.name.rstrip("_"), self._draws if draws else 0, parts))
-        source = given[0] if given and schema.name in _COPIES and _is_whole(given[0]) else None
+        source = operands[0] if operands and schema.name in _COPIES and _is_whole(operands[0]) else None
         copied_from = None if source is None else self._storage(source)
         out = function(*args, **named)
-        for number, each in enumerate(tensors_of(out)):
-            key = each.untyped_storage()._cdata if _has_storage(each) else None
+        for number, tensor in enumerate(tensors_of(out)):
+            key = tensor.untyped_storage()._cdata if _has_storage(tensor) else None
             if key is None or key in before:
                 continue
-            self._alive.append(each)
-            is_same = source is not None and each.dtype == source.dtype
+            self._alive.append(tensor)
+            is_same = source is not None and tensor.dtype == source.dtype
             self._of_storage[key] = copied_from if is_same else _CONSTANT if is_constant else ("made", made, number)
-        for number, each in enumerate(written_arguments(function, args, named, Tensor)):
-            if _has_storage(each) and not is_constant:
-                self._write(each, ("made", made, number), args[1] if schema.name == "aten::copy_" else None)
+        for number, tensor in enumerate(written_arguments(function, args, named, Tensor)):
+            if _has_storage(tensor) and not is_constant:
+                self._write(tensor, ("made", made, number), args[1] if schema.name == "aten::copy_" else None)
         return out
 
     def _write(self, tensor: Tensor, value: object, source: Any) -> None:

@@ -41,7 +41,7 @@ def calls_with_counts(recording: Recording) -> list[int]:
         index
         for index, call in enumerate(recording.calls)
         if call.name.rstrip("_") in _ARITHMETIC
-        and any(number in each.shape for each in call.operands)
+        and any(number in use.shape for use in call.operands)
         and any(_may_be_of(value, number) for value in _numbers(call))
     ]
 
@@ -55,7 +55,7 @@ def calls_by_place(recording: Recording) -> list[int]:
     as many as the samples, and not by chance, a record with another number of samples shows.
     """
     number, of_samples, by_place = recording.num_samples, {*recording.inputs}, set[TensorUse]()
-    found = []
+    indices = []
     for index, call in enumerate(recording.calls):
         operands = call.operands
         if not of_samples.isdisjoint(operands):
@@ -65,15 +65,15 @@ def calls_by_place(recording: Recording) -> list[int]:
                 not _picks(call) and call.name not in _PRODUCTS and any(use.has_fractions for use in call.results)
             )
             if is_value and not by_place.isdisjoint(operands):
-                found.append(index)
+                indices.append(index)
             continue
-        from_table = all(number not in each.shape for each in operands[:1])
+        from_table = all(number not in use.shape for use in operands[:1])
         # elements that are taken from one row for each sample are those of its row, whichever numbers take them
         causes = operands[:1] if _picks(call) and not from_table else operands
         makes = call.name in _MAKERS or (call.name in _PARTS and from_table)
         if makes or not by_place.isdisjoint(causes):
-            by_place.update(each for each in call.results if number in each.shape)
-    return found
+            by_place.update(use for use in call.results if number in use.shape)
+    return indices
 
 
 def _picks(call: RecordedCall) -> bool:
@@ -89,7 +89,7 @@ def differ(call: RecordedCall, other: RecordedCall) -> bool:
 
 
 def _numbers(call: RecordedCall) -> Iterator[float]:
-    return (each for each in leaves_of((call.args, call.named), (int, float)) if each and abs(each) < LARGEST)
+    return (value for value in leaves_of((call.args, call.named), (int, float)) if value and abs(value) < LARGEST)
 
 
 def _may_be_of(value: float, number: int) -> bool:

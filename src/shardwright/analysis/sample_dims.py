@@ -27,15 +27,15 @@ def layers_without_samples_first(recording: Recording, axes: RunAxes) -> set[str
     {'second'}
     """
     samples = axes.of_samples(recording.inputs)
-    found = set[str]()
+    modules = set[str]()
     for call in recording.calls:
-        given = [use for use in call.operands if use.kind != "parameter"]
-        if len(given) == len(call.operands):
+        inputs = [use for use in call.operands if use.kind != "parameter"]
+        if len(inputs) == len(call.operands):
             continue
-        for use in given:
+        for use in inputs:
             dims = [set(leaves(axis)) for axis in axes.of(use)]
             has_samples = [not dim.isdisjoint(samples) for dim in dims]
             is_counted = any(has_samples) or call.name != "embedding"
             if dims and is_counted and (not has_samples[0] or len(dims[0]) > 1):
-                found.add(call.module)
-    return found
+                modules.add(call.module)
+    return modules

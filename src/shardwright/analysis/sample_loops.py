@@ -62,28 +62,28 @@ def sample_loops(samples: Mapping[str, Mapping[int, Sequence[int | None]]], coun
     >>> sample_loops({"drop": {0: [None]}, "both": {0: [0, 1, 2, 2, 1, 0]}, "first": {0: [0]}}, 3)
     {'both': None}
     """
-    found: dict[str, SampleLoop | None] = {}
+    loops: dict[str, SampleLoop | None] = {}
     for path, calls in samples.items():
         if count > 1 and {*chain.from_iterable(calls.values())} >= {*range(count)}:
-            found[path] = _over_draws(calls, count) or _over_calls(calls, count)
-    return found
+            loops[path] = _over_draws(calls, count) or _over_calls(calls, count)
+    return loops
 
 
 def _over_draws(calls: Mapping[int, Sequence[int | None]], count: int) -> SampleLoop | None:
     """Returns the loop that every call makes over all samples in turn; None if there is none."""
     every = list(calls.values())
-    return _loop(every[0], count, in_call=True) if all(each == every[0] for each in every) else None
+    return _loop(every[0], count, in_call=True) if all(draws == every[0] for draws in every) else None
 
 
 def _over_calls(calls: Mapping[int, Sequence[int | None]], count: int) -> SampleLoop | None:
     """Returns the loop in which code calls the module for one sample after another; None if there is none."""
-    if [*calls] != [*range(len(calls))] or any(len(set(each)) > 1 for each in calls.values()):
+    if [*calls] != [*range(len(calls))] or any(len(set(draws)) > 1 for draws in calls.values()):
         return None
-    loop = _loop([each[0] for each in calls.values()], count, in_call=False)
+    loop = _loop([draws[0] for draws in calls.values()], count, in_call=False)
     if loop is None:
         return None
     like = [len(calls[loop.recorded(call, count)[0]]) for call in calls]  # how often the same call draws elsewhere
-    return loop if like == [len(each) for each in calls.values()] else None
+    return loop if like == [len(draws) for draws in calls.values()] else None
 
 
 def _loop(turns: Sequence[int | None], count: int, *, in_call: bool) -> SampleLoop | None:

@@ -111,8 +111,8 @@ def mixing_call(recording: Recording, axes: RunAxes, shared: Collection[str]) ->
         and _normalises_samples(call, axes, samples)
         and (call.module not in shared or _normalises_some(call, recording, axes))
     )
-    found = [*_sums(recording, axes)[1][:1], *norms]
-    return min(found, key=recording.calls.index, default=None)
+    calls = [*_sums(recording, axes)[1][:1], *norms]
+    return min(calls, key=recording.calls.index, default=None)
 
 
 def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tuple[str, str], None]:
@@ -128,7 +128,7 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
     """
     batch = axes.of_samples(recording.inputs)
     count = recording.num_samples
-    sums, found = _sums(recording, axes)[0], dict[tuple[str, str], None]()
+    sums, causes = _sums(recording, axes)[0], dict[tuple[str, str], None]()
     trained, leading = _trained(recording), _leading(recording)
     over = {id(use.call) for use in axes.uses if use.role is Role.SUM and not batch.isdisjoint(leaves(use.axis))}
 
@@ -143,7 +143,7 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
         if name == "cumsum" and not first.has_fractions:  # places in a queue, as of experts that take so many tokens
             is_used = first in trained and not leading.isdisjoint(call.results)
             if is_used and of_batch(first)[call.argument(1, "dim", -1)]:
-                found[call.module, "a running count"] = None
+                causes[call.module, "a running count"] = None
         before, meets = of_batch(first), False
         decides = name in ("all", "any") and first in trained and not leading.isdisjoint(call.results)
         if not results and not decides:
@@ -153,8 +153,8 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
         if decides or (name in _REDUCTIONS and first.kind != "constant"):
             meets |= bool(set().union(*before) - set().union(*of_batch(call.results[0])))
         if name in _ALONG and first.has_fractions:
-            given = call.argument(_ALONG[name], "dims" if name in ("flip", "roll") else "dim", -1)
-            meets |= any(before[dim] for dim in ([given] if isinstance(given, int) else given) if before)
+            dims = call.argument(_ALONG[name], "dims" if name in ("flip", "roll") else "dim", -1)
+            meets |= any(before[dim] for dim in ([dims] if isinstance(dims, int) else dims) if before)
         # each sample is a sum over all: with a matrix of weights between samples
         meets |= name in _PRODUCTS and id(call) in over and any(map(any, map(of_batch, results)))
         meets |= needs_other_samples(call, axes, batch)
@@ -164,26 +164,28 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
         bends = name in _BENDS or (name in _PRODUCTS and len(of_sums) > 1)
         meets |= bool(of_sums) and bends and any(use in leading for use in results)
         if meets:
-            found[call.module, call.name] = None
+            causes[call.module, call.name] = None
         changed = [use.name for use in call.written if use.kind == "buffer"]
         if changed and (sums_of := [sums[use].name for use in call.operands if use in sums]):
-            found[call.module, f"a {sums_of[0]}, with which it changes the buffer '{changed[0]}',"] = None
+            causes[call.module, f"a {sums_of[0]}, with which it changes the buffer '{changed[0]}',"] = None
     for name, use in recording.new_buffers.items():
         if use in sums:
-            found[name.rpartition(".")[0], f"a {sums[use].name}, with which it changes the buffer '{name}',"] = None
+            causes[name.rpartition(".")[0], f"a {sums[use].name}, with which it changes the buffer '{name}',"] = None
     for call, orders in axes.in_two_orders:  # samples and others make up one dim, in two orders
-        one, other = ([place for place, axis in enumerate(each) if batch.intersection(leaves(axis))] for each in orders)
+        one, other = (
+            [place for place, axis in enumerate(order) if batch.intersection(leaves(axis))] for order in orders
+        )
         meets = bool(one and other) and one != other and any(use.has_fractions for use in call.results)
         if meets and not leading.isdisjoint(call.results):
-            found[call.module, f"{call.name}, of rows in which the samples lie in two orders,"] = None
+            causes[call.module, f"{call.name}, of rows in which the samples lie in two orders,"] = None
     for module, use in recording.read:
         if use in sums:
-            found[module, f"a decision by a {sums[use].name}"] = None
+            causes[module, f"a decision by a {sums[use].name}"] = None
     for call in picking_calls(flow, trained, leading):
-        found[call.module, call.name] = None
+        causes[call.module, call.name] = None
     for call in _meetings_of_selected(recording, axes, leading):
-        found[call.module, f"{call.name}, of rows that a condition selects,"] = None
-    return found
+        causes[call.module, f"{call.name}, of rows that a condition selects,"] = None
+    return causes
 
 
 _PICKS = {"index_select": 1, "narrow": 1, "select": 1, "slice": 1}
@@ -222,15 +224,15 @@ def _meetings_of_selected(
             continue
         # rows in another order are the same rows
         along = None if name in ("flip", "roll") else _PICKS.get(name, _ALONG.get(name))
-        given = [] if along is None else call.argument(along, "dim", 0 if name in _PICKS else -1)
-        named = {dim % len(x.shape) for dim in ([given] if isinstance(given, int) else given)}
+        dim_argument = [] if along is None else call.argument(along, "dim", 0 if name in _PICKS else -1)
+        named = {dim % len(x.shape) for dim in ([dim_argument] if isinstance(dim_argument, int) else dim_argument)}
         if name in _PICKS and named.intersection(dims):
             taken.setdefault(x, []).append(call)
         elif named.intersection(dims) or (name in _REDUCTIONS and not any(map(dims_of, call.results))):
             yield call
     for x, calls in taken.items():
         (dim, *_) = dims_of(x)
-        counts = [each.results[0].shape[dim] if len(each.results[0].shape) == len(x.shape) else 1 for each in calls]
+        counts = [pick.results[0].shape[dim] if len(pick.results[0].shape) == len(x.shape) else 1 for pick in calls]
         if sum(counts) < x.shape[dim]:  # else code takes all of them, in turn
             yield calls[0]
     known = _sums(recording, axes)[1]
@@ -239,8 +241,8 @@ def _meetings_of_selected(
 
 def _masks_of(call: RecordedCall) -> list[TensorUse]:
     """Returns the masks by which ``x[mask]`` selects elements; none of any other operator."""
-    given = call.args[1] if call.name == "index" else ()
-    return [each for each in given if isinstance(each, TensorUse) and each.dtype is torch.bool]
+    indices = call.args[1] if call.name == "index" else ()
+    return [index for index in indices if isinstance(index, TensorUse) and index.dtype is torch.bool]
 
 
 def warn_of_meeting(places: Sequence[str], function: str, stacklevel: int) -> None:
@@ -272,17 +274,17 @@ def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> bool:
     >>> str(given[0].message)[:52]
     'the loss takes mm over all samples of a batch, which'
     """
-    given = [x for x in sample_tensors((targets, output)) if x.dim()]
-    number = len(given[0]) if given else 0
-    sizes = {size for x in given for size in x.shape}
-    if not number or any(x.is_meta for x in given) or unseen_outputs(output):
+    tensors = [x for x in sample_tensors((targets, output)) if x.dim()]
+    number = len(tensors[0]) if tensors else 0
+    sizes = {size for x in tensors for size in x.shape}
+    if not number or any(x.is_meta for x in tensors) or unseen_outputs(output):
         return False
-    prime = next((each for each in COUNTS if each not in sizes), COUNTS[0])
+    prime = next((count for count in COUNTS if count not in sizes), COUNTS[0])
     # a list among the targets may have an entry for each sample, whose tensors have the boxes of a picture in dim 0
-    alike = {len(x) for x in given} == {number} and not has_list(targets)
+    alike = {len(x) for x in tensors} == {number} and not has_list(targets)
     # code that halves the batch, as that of two views of each sample does, runs with even numbers only
     tried = (_recorded_loss(loss, output, targets, number, count) for count in ((prime, number) if alike else (prime,)))
-    recording = next((each for each in tried if each is not None), None)
+    recording = next((record for record in tried if record is not None), None)
     if recording is None:
         return False
     axes = axes_of(recording)
@@ -315,15 +317,15 @@ def means_within(recording: Recording, axes: RunAxes, counted: int | None, label
         return []
     leading, sums = _leading(recording, [loss]), _sums(recording, axes)[0]
     of_loss = leading.intersection(sums)  # and not of a metric beside it
-    found = other_means(recording, axes, of_loss, _trained(recording), targets=labels, counted=(counted,))
+    means = other_means(recording, axes, of_loss, _trained(recording), targets=labels, counted=(counted,))
     added = sum_call(recording, axes, loss)
-    used = [call for call in found if not leading.isdisjoint(call.results)] + ([added] if added is not None else [])
+    used = [call for call in means if not leading.isdisjoint(call.results)] + ([added] if added is not None else [])
     return [(call.module, call.name) for call in used]
 
 
 def has_list(tree: Any) -> bool:
     """Returns whether a tree has a list in it, which may have an entry for each sample."""
-    return any(isinstance(each, list) for each in tree_leaves(tree, is_leaf=lambda each: isinstance(each, list)))
+    return any(isinstance(leaf, list) for leaf in tree_leaves(tree, is_leaf=lambda value: isinstance(value, list)))
 
 
 def _recorded_loss(loss: nn.Module, output: Any, targets: Any, number: int, count: int) -> Recording | None:
@@ -337,15 +339,15 @@ def _recorded_loss(loss: nn.Module, output: Any, targets: Any, number: int, coun
         return torch.empty((several, *x.shape[1:]) if several else x.shape, dtype=x.dtype, device="meta")
 
     inputs = tree_map_only(Tensor, with_others, (output, targets))
-    outputs, given = set(map(id, sample_tensors(inputs[0]))), sample_tensors(inputs)  # a loss may take some out
+    outputs, tensors = set(map(id, sample_tensors(inputs[0]))), sample_tensors(inputs)  # a loss may take some out
     try:
         with torch.random.fork_rng(devices=()):
             recording = record_forward(copied(loss, {}), inputs)  # a copy: the loss may keep state
     except Exception:  # of the user's own code, on tensors without values
         return None
-    if len(given) != len(recording.inputs):
+    if len(tensors) != len(recording.inputs):
         return None
-    learning = [use for x, use in zip(given, recording.inputs, strict=True) if id(x) in outputs]
+    learning = [use for x, use in zip(tensors, recording.inputs, strict=True) if id(x) in outputs]
     recording.parameters.update({f"output {place}": use for place, use in enumerate(learning)})
     return recording
 
@@ -390,20 +392,20 @@ def _sums(
 
 def _trained(recording: Recording) -> set[TensorUse]:
     """Returns the values that depend on parameters."""
-    found = {*recording.parameters.values()}
+    values = {*recording.parameters.values()}
     for call in recording.calls:
-        if not found.isdisjoint(call.operands):
-            found.update(call.results, call.written)
-    return found
+        if not values.isdisjoint(call.operands):
+            values.update(call.results, call.written)
+    return values
 
 
 def _leading(recording: Recording, outputs: Collection[TensorUse] | None = None) -> set[TensorUse]:
     """Returns the values that ``outputs`` depend on, by default all outputs of the recording."""
-    found = {*(recording.outputs if outputs is None else outputs)}
+    values = {*(recording.outputs if outputs is None else outputs)}
     for call in reversed(recording.calls):
-        if not found.isdisjoint((*call.results, *call.written)):
-            found.update(call.operands)
-    return found
+        if not values.isdisjoint((*call.results, *call.written)):
+            values.update(call.operands)
+    return values
 
 
 def _normalises_samples(call: RecordedCall, axes: RunAxes, samples: Collection[DimAxis]) -> bool:
@@ -423,6 +425,6 @@ def _normalises_some(call: RecordedCall, recording: Recording, axes: RunAxes) ->
     """
     dims = [{*leaves(axis)} for axis in axes.of(call.operands[0])]
     over, every = set().union(*(dim for place, dim in enumerate(dims) if place != 1)), set().union(*dims)
-    each = (axes.of_samples([given]) for given in recording.inputs)
+    sample_axes = (axes.of_samples([use]) for use in recording.inputs)
     # samples that lie side by side among the channels, as pairs of them, are apart there
-    return any(samples & over and samples - every for samples in each)
+    return any(samples & over and samples - every for samples in sample_axes)

@@ -96,7 +96,7 @@ class SampleFlow:
     def permutes(self, use: TensorUse) -> bool:
         """Returns whether a dim of a value holds samples in another order than the batch, none of them twice."""
         value = self.values.get(use)
-        return value is not None and any(each is not None and each.is_permuted for each in value.dims)
+        return value is not None and any(dim is not None and dim.is_permuted for dim in value.dims)
 
 
 def follow_samples(recording: Recording, axes: RunAxes) -> SampleFlow:
@@ -115,16 +115,16 @@ def follow_samples(recording: Recording, axes: RunAxes) -> SampleFlow:
 
     if not recording.rows_of_samples and not any(map(may_pick, recording.calls)):
         return SampleFlow()
-    found = _SampleFollower(recording)
+    follower = _SampleFollower(recording)
     for call in recording.calls:
-        found.follow(call)
+        follower.follow(call)
     source = next(use for use in recording.inputs if use.shape)
     every = tuple(range(source.shape[0]))
-    for use, value in found.flow.values.items():
+    for use, value in follower.flow.values.items():
         for axis, rows in zip(axes.of(use), value.dims, strict=True):
             if rows is not None and rows.rows == every and rows.outside == 1:
                 unify(axis, product_of(axes.of(source)[0], rows.inside))
-    return found.flow
+    return follower.flow
 
 
 def picking_calls(
@@ -135,18 +135,18 @@ def picking_calls(
     Operators that permute the samples are among them. What is combined must be made of parameters (``trained``), and
     outputs must depend on the result (``leading``).
     """
-    found = dict[RecordedCall, None]()
+    calls = dict[RecordedCall, None]()
     for picked, operands, results in flow.combined:
         is_trained = any(use in trained and use.dtype.is_floating_point for use in operands)
         if is_trained and any(use in leading for use in results):
-            found[picked] = None
-    return list(found)
+            calls[picked] = None
+    return list(calls)
 
 
 def parameters_by_sample(recording: Recording, flow: SampleFlow) -> set[str]:
     """Returns the names of parameters that code reads for each sample of the batch alone, as in a loop over it."""
     made_of = {use: {name} for name, use in recording.parameters.items()}  # parameters, and what is computed from them
-    found: dict[str, set[int]] = {}
+    samples_by_name: dict[str, set[int]] = {}
     for call in recording.calls:
         names = set().union(*(made_of.get(use, ()) for use in call.operands))
         if not names:
@@ -156,8 +156,8 @@ def parameters_by_sample(recording: Recording, flow: SampleFlow) -> set[str]:
             continue
         samples = {flow.sample_of(use) for use in call.operands} - {None}
         for name in names if samples else ():
-            found.setdefault(name, set()).update(sample for sample in samples if sample is not None)
-    return {name for name, samples in found.items() if len(samples) == recording.num_samples > 1}
+            samples_by_name.setdefault(name, set()).update(sample for sample in samples if sample is not None)
+    return {name for name, samples in samples_by_name.items() if len(samples) == recording.num_samples > 1}
 
 
 class _SampleFollower:
@@ -189,24 +189,24 @@ class _SampleFollower:
         self._note_by_index(call)
         if all(use in self._of_all or use not in self._values for use in call.operands):
             self._of_all.update(call.results)
-        given = [self._values[use] for use in call.operands if use in self._values]
-        if not given:
+        values = [self._values[use] for use in call.operands if use in self._values]
+        if not values:
             for use in (*call.results, *call.written):
                 self._values.pop(use, None)
             return
         name = call.name.removesuffix("_copy")
         first = self._values.get(call.operands[0])
-        if first is not None and name in _DIM_ARGUMENTS and len(given) == 1:
+        if first is not None and name in _DIM_ARGUMENTS and len(values) == 1:
             results = self._picked(call, first, call.argument(_DIM_ARGUMENTS[name], "dim", 0))
         elif call.name == "index":
             results = self._indexed(call, first)
         elif call.name in _MOVES and first is not None:
             given_dims = call.argument(_MOVES[call.name], "dims") or range(len(first.dims))
             moved = {dim % max(len(first.dims), 1) for dim in given_dims}
-            kept = tuple(None if dim in moved else rows for dim, rows in enumerate(first.dims))
-            results = [SampleUse(first.samples if kept == first.dims else None, kept, first.picked)]
+            dims = tuple(None if dim in moved else rows for dim, rows in enumerate(first.dims))
+            results = [SampleUse(first.samples if dims == first.dims else None, dims, first.picked)]
         else:
-            results = self._combined(call, given)
+            results = self._combined(call, values)
         for use, value in zip(call.results, results, strict=True):
             self._values[use] = value
 
@@ -236,16 +236,16 @@ class _SampleFollower:
             self._slots[call.results[0]] = first, dim, call.args[2] % first.shape[dim]
         elif getattr(call.function, "is_view", False) and first in self._slots:
             self._slots.update((use, self._slots[first]) for use in call.results)
-        for use in (each for each in call.written if each in self._slots):
+        for use in (target for target in call.written if target in self._slots):
             base, dim, index = self._slots[use]
-            samples = {self.flow.sample_of(each) for each in call.operands if each in self._values and each is not use}
+            samples = {self.flow.sample_of(arg) for arg in call.operands if arg in self._values and arg is not use}
             filled = self._filled.setdefault((base, dim), {})
             filled.pop(index, None)  # of what was there before
             filled.update((index, sample) for sample in samples if sample is not None and len(samples) == 1)
             if len(filled) == base.shape[dim]:
-                each = tuple(filled[index] for index in range(len(filled)))
-                dims = tuple(_rows_of(each, SampleDim(())) if d == dim else None for d in range(len(base.shape)))
-                self._values[base] = SampleUse(frozenset(each), dims)
+                row_samples = tuple(filled[index] for index in range(len(filled)))
+                dims = tuple(_rows_of(row_samples, SampleDim(())) if d == dim else None for d in range(len(base.shape)))
+                self._values[base] = SampleUse(frozenset(row_samples), dims)
 
     def _picked(self, call: RecordedCall, value: SampleUse, dim: int) -> list[SampleUse]:
         """Returns what samples the results have of an operator that picks elements of dim ``dim`` by their numbers."""
@@ -256,7 +256,7 @@ class _SampleFollower:
         if rows is None:
             is_known = value.samples is not None and (len(value.samples) < 2 or any(value.dims))
             samples = value.samples if is_known else None
-            return [SampleUse(samples, each, value.picked) for each in dims]
+            return [SampleUse(samples, result_dims, value.picked) for result_dims in dims]
         numbers = self._numbers(call, x[dim], dim)
         results = []
         for number, chosen in enumerate(numbers):
@@ -267,11 +267,11 @@ class _SampleFollower:
             if held is None:  # the whole dim
                 results.append(SampleUse(value.samples, value.dims, value.picked))
                 continue
-            each = tuple(held[index] for index in chosen)
-            kept = list(dims[number])
+            row_samples = tuple(held[index] for index in chosen)
+            new_dims = list(dims[number])
             if len(call.results[number].shape) == len(x):
-                kept[dim] = _rows_of(each, rows)
-            results.append(self._chosen(call, value, rows, each, tuple(kept)))
+                new_dims[dim] = _rows_of(row_samples, rows)
+            results.append(self._chosen(call, value, rows, row_samples, tuple(new_dims)))
         return results
 
     def _chosen(
@@ -309,13 +309,13 @@ class _SampleFollower:
         held_by = rows.each
         if not _is_within(chosen, len(held_by)):
             return lost
-        each = tuple(held_by[number] for number in chosen.flatten().tolist())
+        row_samples = tuple(held_by[number] for number in chosen.flatten().tolist())
         places = [dim for dim, _ in indices]
         joint = len(torch.broadcast_shapes(*(other.shape for _, other in indices)))
         start = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
         if varying:
-            dims[start + joint - len(chosen.shape) + varying[0]] = _rows_of(each, rows)
-        return [self._chosen(call, value, rows, each, tuple(dims))]
+            dims[start + joint - len(chosen.shape) + varying[0]] = _rows_of(row_samples, rows)
+        return [self._chosen(call, value, rows, row_samples, tuple(dims))]
 
     def _combined(self, call: RecordedCall, given: Sequence[SampleUse]) -> list[SampleUse]:
         """Returns what samples an operator's results have, and notes one that combines picked samples with others.
@@ -323,18 +323,18 @@ class _SampleFollower:
         It is for operators that pick no samples themselves.
         """
         dims = self._dims(call)
-        known = {value.samples for value in given}
+        sample_sets = {value.samples for value in given}
         picked = next((value.picked for value in given if value.picked is not None), None)
         samples: frozenset[int] | None = None
-        if None not in known:
-            samples = frozenset().union(*(each for each in known if each is not None))
-            if len(known) > 1 and call.name.removesuffix("_") in _COMBINES:
+        if None not in sample_sets:
+            samples = frozenset().union(*(sample_set for sample_set in sample_sets if sample_set is not None))
+            if len(sample_sets) > 1 and call.name.removesuffix("_") in _COMBINES:
                 self._compare(call)
-            elif len(known) > 1 and call.name not in ("cat", "stack"):
+            elif len(sample_sets) > 1 and call.name not in ("cat", "stack"):
                 samples = None
         if call.name in ("cat", "stack"):
             dims = [self._put_together(call, dims[0])]
-        return [SampleUse(samples, each, picked) for each in dims]
+        return [SampleUse(samples, result_dims, picked) for result_dims in dims]
 
     def _put_together(self, call: RecordedCall, dims: tuple[SampleDim | None, ...]) -> tuple[SampleDim | None, ...]:
         """Returns where a concatenation holds its samples, and notes one in another order than the batch's.
@@ -347,8 +347,8 @@ class _SampleFollower:
         if len(known) < len(numbers) or not dims or dims[dim] is not None:
             return dims
         sizes = [use.shape[dim] if call.name == "cat" else 1 for use in call.operands]
-        each = tuple(number for number, size in zip(known, sizes, strict=True) for _ in range(size))
-        rows = _rows_of(each, SampleDim(()))
+        row_samples = tuple(number for number, size in zip(known, sizes, strict=True) for _ in range(size))
+        rows = _rows_of(row_samples, SampleDim(()))
         if rows is not None and rows.is_permuted:
             self._note(call, call.operands, call.results)
         return (*dims[:dim], rows, *dims[dim + 1 :])
@@ -381,12 +381,12 @@ class _SampleFollower:
             return [range(start, start + step * call.results[0].shape[dim], step)]
         if name in ("gather", "index_select"):
             return [_places(self._constant(call.args[2]), size, dim if name == "gather" else 0)]
-        found: list[Sequence[int] | None] = []
+        numbers: list[Sequence[int] | None] = []
         start = 0
         for use in call.results:
-            found.append(range(start, start + use.shape[dim]))
+            numbers.append(range(start, start + use.shape[dim]))
             start += use.shape[dim]
-        return found
+        return numbers
 
     def _dims(self, call: RecordedCall) -> list[tuple[SampleDim | None, ...]]:
         """Returns, for each result of an operator, which samples its dims hold, by their relation to operands' dims."""
@@ -410,24 +410,24 @@ class _SampleFollower:
         call = self._made_by.get(use)
         if call is None or call.written or prod(use.shape) > _TOO_LARGE or len(call.results) > 1:
             return None
-        given: dict[TensorUse, Tensor] = {}
-        for each in call.operands:
-            made = self._constant(each)
-            if made is None:
+        tensors: dict[TensorUse, Tensor] = {}
+        for operand in call.operands:
+            constant = self._constant(operand)
+            if constant is None:
                 return None
-            given[each] = made
+            tensors[operand] = constant
 
         def replaced(leaf: Any) -> Any:
-            return given[leaf] if isinstance(leaf, TensorUse) else leaf
+            return tensors[leaf] if isinstance(leaf, TensorUse) else leaf
 
         args, named = tree_map(replaced, (call.args, call.named))
-        if "device" in named or not given:
+        if "device" in named or not tensors:
             named = {**named, "device": torch.device("cpu")}
         try:
-            found = call.function(*args, **named)
+            result = call.function(*args, **named)
         except (RuntimeError, TypeError):  # an operator that takes no tensors of the CPU, or none of these
             return None
-        return found if isinstance(found, Tensor) and len(tree_leaves(found)) == 1 else None
+        return result if isinstance(result, Tensor) and len(tree_leaves(result)) == 1 else None
 
 
 def _indexed_dims(call: RecordedCall) -> Iterator[tuple[TensorUse, TensorUse, int]]:
@@ -472,8 +472,8 @@ def _rows_of(each: tuple[int, ...], before: SampleDim) -> SampleDim | None:
         same = next((number for number, sample in enumerate(each) if sample != each[0]), len(each))
         inside = same if len(each) % same == 0 else 1
     rows = each[::inside]
-    found = SampleDim(rows, 1, inside)
-    return found if tuple(found.each) == each else SampleDim(each)
+    sample_dim = SampleDim(rows, 1, inside)
+    return sample_dim if tuple(sample_dim.each) == each else SampleDim(each)
 
 
 def _give(of_letters: dict[int, SampleDim], letters: DimLetters, rows: SampleDim, dim: Dim) -> None:
@@ -502,15 +502,15 @@ def _give(of_letters: dict[int, SampleDim], letters: DimLetters, rows: SampleDim
 
 def _taken(of_letters: dict[int, SampleDim], letters: DimLetters, dim: Dim) -> SampleDim | None:
     """Returns what samples a dim holds according to its letters (independent indices), or None if it holds none."""
-    total, slower, found = letters.size(dim), 1, None
+    total, slower, sample_dim = letters.size(dim), 1, None
     for piece in dim:
         size = letters.size((piece,))
         faster = total // (slower * size) if size else 1
         own = _joined(of_letters, letters, piece) if isinstance(piece, Concat) else of_letters.get(piece)
-        if own is not None and found is None:
-            found = SampleDim(own.rows, own.outside * slower, own.inside * faster)
+        if own is not None and sample_dim is None:
+            sample_dim = SampleDim(own.rows, own.outside * slower, own.inside * faster)
         slower *= size
-    return found
+    return sample_dim
 
 
 def _joined(of_letters: dict[int, SampleDim], letters: DimLetters, joined: Concat) -> SampleDim | None:

@@ -60,7 +60,7 @@ def needs_other_samples(call: RecordedCall, axes: RunAxes, batch: Collection[Dim
         return any(size > 1 and holds(x, 2 + number) for number, size in enumerate(kernel))
     if name in _POOLS:
         sizes = [call.args[1]] if isinstance(call.args[1], int) else list(call.args[1])
-        spaces = next(int(each) for each in name if each.isdigit())
+        spaces = next(int(char) for char in name if char.isdigit())
         sizes = sizes * spaces if len(sizes) == 1 else sizes
         return any(size > 1 and holds(x, last - spaces + number) for number, size in enumerate(sizes))
     if name in _RESIZES:

@@ -56,18 +56,18 @@ def crossing_selection(chunked: ChunkedModel) -> str:
 
 def _selected(nodes: Iterable[fx.Node]) -> set[str]:
     """Returns the names of the nodes that select by values, and of all that is computed of them."""
-    masks, found = set[fx.Node](), set[fx.Node]()
+    masks, selections = set[fx.Node](), set[fx.Node]()
     for node in nodes:
         name, operands = name_of(node), node.all_input_nodes
         first = node.args[0] if node.args else None
         if name in _COMPARISONS or (name in _OF_MASKS and operands and operands[0] in masks):
             masks.add(node)
-        by_mask = node.target is operator.getitem and any(each in masks for each in operands[1:])
+        by_mask = node.target is operator.getitem and any(operand in masks for operand in operands[1:])
         if by_mask or name in _SELECTIONS or (name == "where" and len(operands) == 1):
-            found.add(node)
+            selections.add(node)
         elif name in _WRITES:
-            if isinstance(first, fx.Node) and first in found:
-                found.add(node)
-        elif any(each in found for each in operands):
-            found.add(node)
-    return {node.name for node in found}
+            if isinstance(first, fx.Node) and first in selections:
+                selections.add(node)
+        elif any(operand in selections for operand in operands):
+            selections.add(node)
+    return {node.name for node in selections}

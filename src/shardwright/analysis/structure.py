@@ -90,7 +90,7 @@ def has_hooks(module: nn.Module, *, inside: bool = False) -> bool:
     >>> has_hooks(layer), has_hooks(nn.Sequential(layer)), has_hooks(nn.Sequential(layer), inside=True)
     (True, False, True)
     """
-    return any(getattr(each, name) for each in (module.modules() if inside else (module,)) for name in HOOKS)
+    return any(getattr(submodule, name) for submodule in (module.modules() if inside else (module,)) for name in HOOKS)
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
@@ -243,7 +243,7 @@ def trace(
         if shows_weights and type(copy) in KNOWN_LOOPS:
             copy.forward = loop_of(copy)
         reads = AttributeReads(copy) if shows_weights else None
-        buffers = [(each, dict(each._buffers)) for each in copy.modules()] if shows_weights else []
+        buffers = [(child, dict(child._buffers)) for child in copy.modules()] if shows_weights else []
         forward = traceable_forward(copy, result_class, tracer)
         bound = inspect.signature(copy.forward).bind_partial()
         bound.arguments.update(inputs)
@@ -256,7 +256,7 @@ def trace(
             output = graph.output(tracer.create_arg(forward(*bound.args, **bound.kwargs)))
         if any(node.op == "call_method" and draws_by_method(str(node.target)) for node in graph.nodes):
             return None  # a method of what stands for a tensor is no call that RefusesRandomNumbers sees
-        if any(each._buffers.get(name) is not buffer for each, kept in buffers for name, buffer in kept.items()):
+        if any(child._buffers.get(name) is not buffer for child, kept in buffers for name, buffer in kept.items()):
             return None  # a graph does not replace a module's buffers
         if reads is not None and reads.has_changed():
             return None  # the next step would read something else
@@ -311,7 +311,7 @@ def _argument_names(forward: Callable[..., Any], given: Collection[str]) -> Iter
     """Yields the names of a forward's required arguments and of those in ``given``."""
     for name, parameter in inspect.signature(forward).parameters.items():
         is_given = any(name + suffix in given for suffix in ("", IS_NONE, IS_NO_TENSOR))
-        is_given |= any(each.startswith(name + IS_VALUE) for each in given)
+        is_given |= any(entry.startswith(name + IS_VALUE) for entry in given)
         if (is_given or parameter.default is inspect.Parameter.empty) and parameter.kind not in OPEN_ENDED:
             yield name
 
@@ -319,9 +319,9 @@ def _argument_names(forward: Callable[..., Any], given: Collection[str]) -> Iter
 def _input(tracer: Tracer, name: str, given: Collection[str]) -> Any:
     if name + IS_NONE in given:
         return None
-    for each in given:
-        if each.startswith(name + IS_VALUE):
-            return literal_eval(each.removeprefix(name + IS_VALUE))
+    for entry in given:
+        if entry.startswith(name + IS_VALUE):
+            return literal_eval(entry.removeprefix(name + IS_VALUE))
     node = tracer.graph.placeholder(name)
     node.meta[NO_TENSOR] = name + IS_NO_TENSOR in given
     return tracer.proxy(node)
@@ -369,7 +369,7 @@ def find_chains(model: nn.Module) -> tuple[LayerChain, ...]:
     >>> find_chains(nn.Sequential(gelu, gelu))
     (LayerChain(columns=('0.0',), between=('0.1',), row='0.2', entry=None, owner='0'),)
     """
-    found: list[LayerChain] = []
+    chains: list[LayerChain] = []
     taken: set[str] = set()
     shared, names = registered_twice(model), {path for path, _ in model.named_modules()}
     for path, module in model.named_modules():
@@ -383,9 +383,9 @@ def find_chains(model: nn.Module) -> tuple[LayerChain, ...]:
             if not names.issuperset(layers) or any(id(model.get_submodule(layer)) in shared for layer in layers):
                 continue  # a second caller would pass uncut features
             if chain is not None and not taken.intersection((*chain.columns, chain.row)):
-                found.append(chain)
+                chains.append(chain)
                 taken.update((*chain.columns, chain.row))
-    return tuple(found)
+    return tuple(chains)
 
 
 def has_choices(module: nn.Module) -> bool:
@@ -445,7 +445,7 @@ def _chain_to(row: fx.Node, root: nn.Module, path: str) -> LayerChain | None:
     widths = {layer.out_features for node in columns if isinstance(layer := module_of(node, root), nn.Linear)}
     if len(widths) > 1:
         return None  # broadcasting between shards would pair the wrong features
-    inputs = {each for node in columns for each in node.all_input_nodes[:1]}  # none of a layer that is given a buffer
+    inputs = {arg for node in columns for arg in node.all_input_nodes[:1]}  # none of a layer that is given a buffer
     entry = next(node for node in row.graph.nodes if node.op == "placeholder")
     # only then can one all-reduce of the module's input gradient serve all columns
     shared = len(columns) > 1 and inputs == {entry} and set(entry.users) == set(columns) and not has_hooks(root)
@@ -471,7 +471,7 @@ def find_head(model: nn.Module) -> str | None:
     last = output.all_input_nodes[0]
     single_use = len(last.users) == 1 and [n.target for n in graph.nodes].count(last.target) == 1
     head = module_of(last, model)
-    once = single_use and sum(each is head for _, each in model.named_modules(remove_duplicate=False)) == 1
+    once = single_use and sum(module is head for _, module in model.named_modules(remove_duplicate=False)) == 1
     return str(last.target) if is_exactly(head, nn.Linear) and once else None
 
 

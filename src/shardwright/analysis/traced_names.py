@@ -47,7 +47,7 @@ class _Torch:
             return function
 
         def make(*args: Any, **named: Any) -> Any:
-            if any(isinstance(each, fx.Proxy) for each in tree_flatten((args, named))[0]):
+            if any(isinstance(leaf, fx.Proxy) for leaf in tree_flatten((args, named))[0]):
                 return tracer.create_proxy("call_function", function, args, named)
             return function(*args, **named)
 
@@ -101,13 +101,13 @@ def class_of(node: fx.Node, result_class: ResultClass) -> type | None:
     name = _function_name(node)
     argument = node.args[1] if len(node.args) > 1 else None
     if name == "getattr":
-        found = Tensor if argument in TENSORS_OF_TENSORS else torch.Size if argument == "shape" else None
-        return int if argument == "ndim" else found
+        kind = Tensor if argument in TENSORS_OF_TENSORS else torch.Size if argument == "shape" else None
+        return int if argument == "ndim" else kind
     if name in NUMBERS or name in TUPLES or name in UNKNOWN:
         return int if name in NUMBERS else tuple if name in TUPLES else None
     if name == "size":
         return torch.Size if argument is None and not node.kwargs else int
-    operands = [class_of(each, result_class) for each in node.all_input_nodes]
+    operands = [class_of(operand, result_class) for operand in node.all_input_nodes]
     if name == "getitem":
         base = node.args[0]
         of_size = int if isinstance(argument, int) else None  # of a slice the class is unknown

@@ -123,21 +123,21 @@ class AttributeReads:
                 module.__class__ = self._recording_class(type(module), path)
 
     def _recording_class(self, kind: type[nn.Module], path: str) -> type[nn.Module]:
-        found, before, given = self.found, self._before[path], self.given
+        reads, before, changed_paths = self.found, self._before[path], self.given
 
         def read(module: nn.Module, name: str) -> Any:
             value = kind.__getattribute__(module, name)
             is_original = name in before and before[name] is value
             if is_original and not name.startswith("_") and name not in ("forward", "training"):
-                found[path, name] = None
+                reads[path, name] = None
             return value
 
         def write(module: nn.Module, name: str, value: Any) -> None:
-            given.add(path)
+            changed_paths.add(path)
             kind.__setattr__(module, name, value)
 
-        own = {"__getattribute__": read, "__setattr__": write, "__module__": kind.__module__}
-        return type(kind.__name__, (kind,), own)
+        methods = {"__getattribute__": read, "__setattr__": write, "__module__": kind.__module__}
+        return type(kind.__name__, (kind,), methods)
 
     def changed(self) -> list[str]:
         """Returns the paths of modules of which code has set an attribute, or changed a collection that they hold."""
@@ -186,13 +186,13 @@ class WeightReadTracer(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
-        given = tree_flatten((args, named))[0]
-        if any(isinstance(each, fx.Proxy) for each in given) or not any(id(each) in self._ids for each in given):
+        leaves = tree_flatten((args, named))[0]
+        if any(isinstance(leaf, fx.Proxy) for leaf in leaves) or not any(id(leaf) in self._ids for leaf in leaves):
             return func(*args, **named)  # with a proxy among the arguments, fx makes the node itself
-        slices = [each for each in given if isinstance(each, slice)]  # tree_flatten does not look into slices
-        if not any(isinstance(end, fx.Proxy) for each in slices for end in (each.start, each.stop, each.step)):
+        slices = [leaf for leaf in leaves if isinstance(leaf, slice)]  # tree_flatten does not look into slices
+        if not any(isinstance(end, fx.Proxy) for span in slices for end in (span.start, span.stop, span.step)):
             on_meta = func(*tree_map(_to_meta, args), **tree_map(_to_meta, named))  # shows the class of the result
-            if not any(isinstance(each, Tensor) for each in tree_flatten(on_meta)[0]):
+            if not any(isinstance(leaf, Tensor) for leaf in tree_flatten(on_meta)[0]):
                 return func(*args, **named)
         return self._tracer.create_proxy("call_function", func, args, named)
 
@@ -207,5 +207,7 @@ def line_of(failure: Exception) -> str:
     It is the end of an error text, such as ``; here model.py:12: y = x.item()``.
     """
     libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-    frames = [each for each in traceback.extract_tb(failure.__traceback__) if not each.filename.startswith(libraries)]
+    frames = [
+        frame for frame in traceback.extract_tb(failure.__traceback__) if not frame.filename.startswith(libraries)
+    ]
     return f"; here {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""

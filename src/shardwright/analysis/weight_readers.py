@@ -16,17 +16,17 @@ def readers_of(recording: Recording) -> defaultdict[str, set[str]]:
     Code that asks for the shape of a parameter, or replaces its tensor, uses it too, and the loss, named "", those that
     the model returns.
     """
-    found = defaultdict(set, {name: set(modules) for name, modules in recording.measured.items()})
+    readers = defaultdict(set, {name: set(modules) for name, modules in recording.measured.items()})
     for use in recording.outputs:
         if use.kind == "parameter":
-            found[use.name].add("")
+            readers[use.name].add("")
     for name, module in recording.replaced.items():
-        found[name].add(module)
+        readers[name].add(module)
     for call in recording.calls:
         for use in call.operands:
             if use.kind == "parameter":
-                found[use.name].add(call.module)
-    return found
+                readers[use.name].add(call.module)
+    return readers
 
 
 def read_by_others(model: nn.Module, recording: Recording) -> set[str]:

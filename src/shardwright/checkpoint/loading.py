@@ -69,12 +69,12 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
     run.wait_saves()
     everyone = run.axes["world"].for_strategy("checkpoint")
     folder = find_on_all(everyone, Path(path))
-    own = {name: list(buffer_layout(run, name, b).shape) for name, b in kept_buffers(run.model).items()}
-    buffers = {name: shape for each in gather_json(everyone, own) for name, shape in each.items()}
-    found = on_all(everyone, folder, lambda: _read(folder, run, optimizer, buffers))
-    manifest = found.manifest
+    shapes = {name: list(buffer_layout(run, name, b).shape) for name, b in kept_buffers(run.model).items()}
+    buffers = {name: shape for rank_shapes in gather_json(everyone, shapes) for name, shape in rank_shapes.items()}
+    contents = on_all(everyone, folder, lambda: _read(folder, run, optimizer, buffers))
+    manifest = contents.manifest
     with torch.no_grad():
-        for local, values in found.values:
+        for local, values in contents.values:
             local.copy_(values)
     run.changed()
     if optimizer is not None:
@@ -83,8 +83,8 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
         state: dict[Any, Any] = optimizer.state
         for key in [key for key in state if isinstance(key, str)]:
             del state[key]  # as torch's load_state_dict does
-        state.update(found.states)
-        for group, options in zip(optimizer.param_groups, found.options, strict=True):
+        state.update(contents.states)
+        for group, options in zip(optimizer.param_groups, contents.options, strict=True):
             group.update(options)  # others stay: a schedule that was made before the load keeps its own there
     if run.loss_scale is not None:
         for key, (_, value) in manifest.scalars.get(LOSS_SCALE, {}).items():
@@ -137,14 +137,14 @@ def averages_in(manifest: Manifest) -> dict[str, str | float]:
 
     Each is the name of a tensor of the checkpoint, or a value where the parameter has no dims.
     """
-    found: dict[str, str | float] = {}
+    averages: dict[str, str | float] = {}
     for name, (_, shape, _) in manifest.tensors.items():
         key = f"optimizer/{name}/{KEY}"
         if key in manifest.tensors and manifest.tensors[key][1] == shape:
-            found[name] = key
+            averages[name] = key
         elif not shape and KEY in (state := manifest.scalars.get(name, {})):
-            found[name] = state[KEY][1]
-    return found
+            averages[name] = state[KEY][1]
+    return averages
 
 
 def read_whole(folder: Path, manifest: Manifest, name: str) -> Tensor:
@@ -183,7 +183,7 @@ def _wanted(
     run: Run, optimizer: torch.optim.Optimizer | None, manifest: Manifest
 ) -> tuple[list[tuple[str, TensorLayout, Tensor]], dict[Tensor, dict[str, Any]]]:
     """Returns (global name, layout, tensor) of each tensor that this rank fills, and the new optimizer state."""
-    found: list[tuple[str, TensorLayout, Tensor]] = []
+    tensors: list[tuple[str, TensorLayout, Tensor]] = []
     states: dict[Tensor, dict[str, Any]] = {}
     keys: dict[str, list[str]] = {}
     for name in manifest.tensors:
@@ -193,18 +193,18 @@ def _wanted(
     for name, parameter in run.parameters.items():
         if name not in manifest.tensors:
             continue  # a parameter without elements is not stored
-        found.append((name, run.plan.state[name].parameter, parameter))
+        tensors.append((name, run.plan.state[name].parameter, parameter))
         for key in keys.get(name, []) if optimizer is not None and name not in run.plan.frozen else ():
             if key == KEY and run.offload is not None:
                 continue  # the averages of such a run would not be updated
             dtype = getattr(torch, manifest.tensors[f"optimizer/{name}/{key}"][0])
             state = states.setdefault(parameter, {})[key] = _new_state(run, parameter, key, dtype)
-            found.append((f"optimizer/{name}/{key}", run.plan.state[name].optimizer, state))
+            tensors.append((f"optimizer/{name}/{key}", run.plan.state[name].optimizer, state))
     for name, buffer in kept_buffers(run.model).items():
         layout = buffer_layout(run, name, buffer)
         if name in manifest.tensors and layout.pieces(run.coord):  # else the buffer belongs to another stage
-            found.append((name, layout, buffer))
-    return found, states
+            tensors.append((name, layout, buffer))
+    return tensors, states
 
 
 def _new_state(run: Run, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> Tensor:
@@ -259,8 +259,8 @@ def _fill_optimizer(
     every = []
     listed = {name for saved in manifest.groups for name in saved["parameters"]}
     for group, options in zip(optimizer.param_groups, saved_options(run, optimizer, manifest), strict=True):
-        held = group_parameters(run, group)
-        for name, parameter in held.items():
+        parameters = group_parameters(run, group)
+        for name, parameter in parameters.items():
             for key, (kind, value) in manifest.scalars.get(name, {}).items():
                 state = states.setdefault(parameter, {})
                 on_device = group.get("fused") or group.get("capturable")  # then torch keeps step counts there
@@ -272,17 +272,17 @@ def _fill_optimizer(
                     values.append((state[key], torch.full_like(state[key], value)))
             if states.get(parameter) and 0 in run.plan.compute[name].shape:
                 states[parameter].update((key, torch.empty_like(parameter)) for key in elementwise)
-        device = next((each.device for each in held.values()), torch.device("cpu"))
+        device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         every.append({key: _like(value, group.get(key), tuple, device) for key, value in options.items()})
         check_options(optimizer, group, every[-1])
-        for parameter in held.values():
+        for parameter in parameters.values():
             state = states.get(parameter, {})
             # earlier versions saved a step count alone for a parameter without a gradient, if a rank had no part of it
             if state and not elementwise & state.keys() and lacks_entry(optimizer, group, every[-1], parameter, state):
                 del states[parameter]
-        if lost := sorted(name for name, p in held.items() if states.get(p) and name not in listed):
+        if lost := sorted(name for name, p in parameters.items() if states.get(p) and name not in listed):
             raise ValueError(f"{MANIFEST}: no param group has '{lost[0]}', of which there is state")
-        check_steps(optimizer, group, every[-1], {name: (p, states.get(p, {})) for name, p in held.items()})
+        check_steps(optimizer, group, every[-1], {name: (p, states.get(p, {})) for name, p in parameters.items()})
     return tuple(every)
 
 
@@ -316,5 +316,5 @@ def _like(
     if not isinstance(saved, list):
         return saved
     inside = present if isinstance(present, list | tuple) else ()
-    found = [_like(value, inside[n] if n < len(inside) else None, list, device) for n, value in enumerate(saved)]
-    return (type(present) if type(present) in (list, tuple) else kind)(found)
+    values = [_like(value, inside[n] if n < len(inside) else None, list, device) for n, value in enumerate(saved)]
+    return (type(present) if type(present) in (list, tuple) else kind)(values)

@@ -108,10 +108,10 @@ class Manifest:
         Raises: CheckpointError: the text is of another format, of a newer version, or broken.
         """
         try:
-            found = json.loads(_checked(text))
-            if isinstance(found, dict) and found.get("format") != FORMAT:
-                raise _foreign(path, f"a manifest of format {found.get('format')!r:.80}")
-            version = found.get("version") if isinstance(found, dict) else None
+            content = json.loads(_checked(text))
+            if isinstance(content, dict) and content.get("format") != FORMAT:
+                raise _foreign(path, f"a manifest of format {content.get('format')!r:.80}")
+            version = content.get("version") if isinstance(content, dict) else None
             if isinstance(version, int) and version > VERSION:
                 raise CheckpointError(
                     f"'{path}' was written by a newer shardwright",
@@ -121,7 +121,7 @@ class Manifest:
                 )
             if _SIGN not in text and (version != 1 or version is True):
                 raise ValueError("no checksum at its end")
-            check_schema(found)
+            check_schema(content)
         except CheckpointError:
             raise
         except (ValueError, TypeError, RecursionError) as failure:
@@ -132,13 +132,13 @@ class Manifest:
                 tuple(entry["shape"]),
                 tuple(StoredBox(Box(tuple(a), tuple(b)), file, key) for a, b, file, key in entry["pieces"]),
             )
-            for name, entry in found["tensors"].items()
+            for name, entry in content["tensors"].items()
         }
-        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in found["files"].items()}
+        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
         return Manifest(
-            found["step"], found["layout"], found["seed"], tensors, files,
-            found["optimizer"], found["scalars"], tuple(found["groups"]), found["extra"],
-            tuple(found.get("frozen", ())),
+            content["step"], content["layout"], content["seed"], tensors, files,
+            content["optimizer"], content["scalars"], tuple(content["groups"]), content["extra"],
+            tuple(content.get("frozen", ())),
         )  # fmt: skip
 
 
@@ -166,9 +166,9 @@ def steps_in(folder: Path) -> list[Path]:
 
     ``step-N.old``, the earlier checkpoint of a step that is saved again, is returned only while ``step-N`` is missing.
     """
-    found = {path.parent.name: path.parent for path in folder.glob(f"step-*/{MANIFEST}") if path.is_file()}
-    steps = {path: _STEP.fullmatch(name) for name, path in found.items()}
-    newest = [(int(n[1]), path) for path, n in steps.items() if n and not (n[2] and path.stem in found)]
+    paths = {path.parent.name: path.parent for path in folder.glob(f"step-*/{MANIFEST}") if path.is_file()}
+    steps = {path: _STEP.fullmatch(name) for name, path in paths.items()}
+    newest = [(int(n[1]), path) for path, n in steps.items() if n and not (n[2] and path.stem in paths)]
     return [path for _, path in sorted(newest)]
 
 
@@ -179,8 +179,8 @@ def find(path: Path) -> Path:
     """
     if (path / MANIFEST).is_file():
         return path
-    if found := steps_in(path):
-        return found[-1]
+    if checkpoints := steps_in(path):
+        return checkpoints[-1]
     if not path.exists():
         raise CheckpointError(
             f"there is no checkpoint at '{path}'",
@@ -201,8 +201,8 @@ def find_on_all(everyone: Axis, path: Path) -> Path:
     Traffic: all-gathers of short texts.
     Raises: CheckpointError, on every rank: there is no complete checkpoint.
     """
-    found = on_all(everyone, path, lambda: str(find(path).relative_to(path)) if everyone.index == 0 else "")
-    return Path(path, gather_json(everyone, found)[0])
+    name = on_all(everyone, path, lambda: str(find(path).relative_to(path)) if everyone.index == 0 else "")
+    return Path(path, gather_json(everyone, name)[0])
 
 
 def read(path: Path) -> Manifest:
@@ -224,10 +224,10 @@ def check_files(path: Path, manifest: Manifest, names: set[str]) -> None:
     sizes = {}
     for name in sorted(names):
         with contextlib.suppress(FileNotFoundError):
-            found = (path / name).lstat()
-            if not stat.S_ISREG(found.st_mode):
+            status = (path / name).lstat()
+            if not stat.S_ISREG(status.st_mode):
                 raise _broken(path, f"{name} is no regular file")
-            sizes[name] = found.st_size
+            sizes[name] = status.st_size
     for name in sorted(names):
         size, digest = manifest.files[name]
         if sizes.get(name) != size:
@@ -251,8 +251,8 @@ def on_all(everyone: Axis, path: Path, do: Callable[[], T]) -> T:
             result = do()
     except CheckpointError as failure:
         problem = str(failure)
-    if found := first_problem(everyone, problem):
-        raise CheckpointError(found[1])
+    if rank_problem := first_problem(everyone, problem):
+        raise CheckpointError(rank_problem[1])
     return cast("T", result)
 
 

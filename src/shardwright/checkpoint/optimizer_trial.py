@@ -26,7 +26,7 @@ def check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], op
     Traceback (most recent call last):
     ValueError: AdamW refuses the options of a param group: Invalid epsilon value: -1e-08
     """
-    kinds = (each for each in type(optimizer).__mro__ if each.__module__.startswith("torch.optim."))
+    kinds = (base for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim."))
     kind = next(kinds, torch.optim.Optimizer)
     if kind is torch.optim.Optimizer:
         return
@@ -147,9 +147,9 @@ def _stepped(
     own.grad, trial = torch.zeros_like(own), None
     try:
         trial = type(optimizer).__new__(type(optimizer))  # as unpickling makes one: without hooks and later methods
-        given = copy.deepcopy({key: value for key, value in options.items() if key != "params"})
+        group = copy.deepcopy({key: value for key, value in options.items() if key != "params"})
         trial.__setstate__(
-            {"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": [{**given, "params": [own]}]}
+            {"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": [{**group, "params": [own]}]}
         )
         if state:  # now, because __setstate__ mends some of what load would not
             trial.state[own] = dict(state)

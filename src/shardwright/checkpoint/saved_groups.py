@@ -31,7 +31,7 @@ def saved_options(run: Run, optimizer: torch.optim.Optimizer, manifest: Manifest
     place_of = {name: place for place, group in enumerate(saved) for name in group["parameters"]}
     stateful = {name.removeprefix("optimizer/").rpartition("/")[0] for name in manifest.tensors} | set(manifest.scalars)
     may_lack = stateful | set(manifest.frozen)
-    found: list[Mapping[str, Any]] = []
+    group_options: list[Mapping[str, Any]] = []
     taken: dict[int, Mapping[str, Any]] = {}
     for number, group in enumerate(held):
         places = {place_of[name] for name in group["parameters"] if name in place_of}
@@ -42,11 +42,11 @@ def saved_options(run: Run, optimizer: torch.optim.Optimizer, manifest: Manifest
             raise _divided(optimizer, saved, held, manifest)
         if not places and len(saved) == len(held):
             every = [saved[number]["options"]]
-        found.append(every[0] if every else {})
+        group_options.append(every[0] if every else {})
     left_out = place_of.keys() - {name for group in held for name in group["parameters"]} - set(run.plan.frozen)
     if any(name in run.parameters for name in left_out):
         raise _divided(optimizer, saved, held, manifest)
-    return found
+    return group_options
 
 
 def _divided(
@@ -62,7 +62,7 @@ def _divided(
             {k: saved[dims.index({is_one})]["options"].get(k) for k in keys} for is_one in (True, False)
         )
         common = {key for key in keys if matrices[key] == others[key]}
-        matrices, others = ({k: v for k, v in each.items() if k not in common} for each in (matrices, others))
+        matrices, others = ({k: v for k, v in options.items() if k not in common} for options in (matrices, others))
         example = f"{matrices} if len(shape) > 1 else {others}"
     return CheckpointError(
         "the checkpoint's optimizer divides the parameters into other groups",

@@ -58,13 +58,13 @@ class _PartFile:
 
     def copied(self, offload: Offload | None) -> dict[str, Tensor]:
         """Returns copies of the file's pieces in host memory, since safetensors refuses tensors that share memory."""
-        found = {
+        copies = {
             key: read_box(local, piece, piece.whole).to("cpu", copy=True, memory_format=torch.contiguous_format)
             for key, (local, piece) in self.pieces.items()
         }
         if offload is not None:
             offload.put_away()
-        return found
+        return copies
 
 
 def save(
@@ -259,8 +259,8 @@ def _contents(
         return files, *state
 
     def merge(wrote: list[Any]) -> Manifest:
-        files = {name: (size, digest) for each, *_ in wrote for name, (size, digest) in each.items()}
-        scalars = {name: found for _, _, each, _ in wrote for name, found in each.items()}
+        files = {name: (size, digest) for rank_files, *_ in wrote for name, (size, digest) in rank_files.items()}
+        scalars = {name: values for _, _, rank_scalars, _ in wrote for name, values in rank_scalars.items()}
         tensors = merge_tensors(entries for _, entries, *_ in wrote)
         groups = merge_groups([groups for *_, groups in wrote])
         return Manifest(step, layout, seed, tensors, files, kind, scalars, groups, extra, frozen)
@@ -276,7 +276,7 @@ def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     try:
         if not isinstance(extra, Mapping | None):
             raise TypeError(f"a {type(extra).__name__}")
-        found: dict[str, Any] = json.loads(json.dumps(dict(extra or {})))
+        data: dict[str, Any] = json.loads(json.dumps(dict(extra or {})))
     except (TypeError, ValueError, RecursionError) as failure:
         raise CheckpointError(
             "'extra' cannot be kept as JSON",
@@ -284,7 +284,7 @@ def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
             allowed="dicts with text as keys, lists, text, numbers, booleans and None",
             fix="save numbers and text: tensor.tolist(), str(path)",
         ) from failure
-    return found
+    return data
 
 
 def _owned(
@@ -330,20 +330,20 @@ def _keys_without_elements(optimizer: torch.optim.Optimizer | None, parameter: T
     """Returns the keys of state that is not elementwise, of a parameter of one element, of which shapes do not tell."""
     if optimizer is None or parameter.shape != (1,) or not optimizer.state.get(parameter):
         return frozenset()
-    group = next(group for group in optimizer.param_groups if any(each is parameter for each in group["params"]))
+    group = next(group for group in optimizer.param_groups if any(member is parameter for member in group["params"]))
     return keys_without_elements(optimizer, group)
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Returns the model's persistent buffers by name, those that ``state_dict`` has; a tied buffer only once."""
-    found = {
+    buffers = {
         f"{path}.{name}".lstrip("."): buffer
         for path, module in model.named_modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
-    first = {id(buffer): name for name, buffer in reversed(found.items())}
-    return {name: buffer for name, buffer in found.items() if first[id(buffer)] == name}
+    first = {id(buffer): name for name, buffer in reversed(buffers.items())}
+    return {name: buffer for name, buffer in buffers.items() if first[id(buffer)] == name}
 
 
 def _buffers(run: Run, names: Iterable[str]) -> Iterator[tuple[str, TensorLayout, Tensor]]:
@@ -367,14 +367,14 @@ def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dic
     Raises: CheckpointError: an entry of the state is neither a tensor of real numbers nor a value that JSON can hold,
         or is neither for a parameter nor for a name.
     """
-    found: dict[str, dict[str, Any]] = {}
+    scalars: dict[str, dict[str, Any]] = {}
     for name, parameter in run.parameters.items():
         if not parameter.numel() and 0 not in run.plan.state[name].optimizer.shape:
             continue  # an empty gradient comes whether or not a backward reached the elements, so steps count wrongly
         whole = _keys_without_elements(optimizer, parameter)
         for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
             if value is not None and (key in whole or not is_elementwise(value, parameter)):
-                found.setdefault(name, {})[key] = _as_scalar(f"the state '{key}' of '{name}'", value)
+                scalars.setdefault(name, {})[key] = _as_scalar(f"the state '{key}' of '{name}'", value)
     state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
     for key, value in state.items():
         if isinstance(key, Tensor):
@@ -382,10 +382,10 @@ def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dic
         what = f"the state '{key}'"
         if not isinstance(key, str) or (isinstance(value, Tensor) and value.numel() != 1):
             raise _not_saved(what, value)
-        found.setdefault(OPTIMIZER_STATE, {})[key] = _as_scalar(what, value)
+        scalars.setdefault(OPTIMIZER_STATE, {})[key] = _as_scalar(what, value)
     if run.loss_scale is not None:
-        found[LOSS_SCALE] = {key: ["", value] for key, value in asdict(run.loss_scale).items()}
-    return found
+        scalars[LOSS_SCALE] = {key: ["", value] for key, value in asdict(run.loss_scale).items()}
+    return scalars
 
 
 def _as_scalar(what: str, value: Any) -> list[Any]:
@@ -430,13 +430,13 @@ def merge_groups(by_rank: Iterable[Sequence[dict[str, Any]]]) -> tuple[dict[str,
     """
     numbered = sorted(((n, group) for groups in by_rank for n, group in enumerate(groups)), key=lambda pair: pair[0])
     holding = {number for number, group in numbered if group["parameters"]}
-    found: dict[tuple[int, str], dict[str, Any]] = {}
+    group_by_key: dict[tuple[int, str], dict[str, Any]] = {}
     for number, group in numbered:
         if group["parameters"] or number not in holding:
             key = (number, json.dumps(group["options"], sort_keys=True) if number in holding else "")
-            names = found.setdefault(key, {**group, "parameters": []})["parameters"]
+            names = group_by_key.setdefault(key, {**group, "parameters": []})["parameters"]
             names += [name for name in group["parameters"] if name not in names]
-    return tuple(found.values())
+    return tuple(group_by_key.values())
 
 
 def group_parameters(run: Run, group: Mapping[str, Any]) -> dict[str, nn.Parameter]:
@@ -484,11 +484,11 @@ def _as_json(what: str, value: Any, *, nan: bool = False) -> Any:
     if isinstance(value, torch.dtype):
         return str(value)
     if isinstance(value, list | tuple):
-        return [_as_json(what, each, nan=nan) for each in value]
+        return [_as_json(what, entry, nan=nan) for entry in value]
     if isinstance(value, set | frozenset):
-        return sorted((_as_json(what, each, nan=nan) for each in value), key=str)
+        return sorted((_as_json(what, entry, nan=nan) for entry in value), key=str)
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        return {name: _as_json(what, each, nan=nan) for name, each in value.items()}
+        return {name: _as_json(what, entry, nan=nan) for name, entry in value.items()}
     if isinstance(value, int | float | str | None) and (nan or value == value):
         return value
     raise _not_saved(what, value)

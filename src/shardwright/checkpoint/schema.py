@@ -113,7 +113,7 @@ def _check_state(scalars: Mapping[str, Any], groups: Any) -> None:
         _need(not twice, f"the parameter {twice!r:.80} is in two param groups, or twice in one")
         fits = isinstance(options, dict) and "params" not in options and all(map(_is_plain, options.values()))
         _need(fits, "the options of a param group are no plain values")
-        nan = next((key for key, value in options.items() if any(each != each for each in tree_leaves(value))), "")
+        nan = next((key for key, value in options.items() if any(leaf != leaf for leaf in tree_leaves(value))), "")
         _need(not nan, f"the option '{nan}' of a param group is not a number")
         rate = options.get("lr")  # load asks torch for the rest, which refuses no infinity
         _need(rate is None or (type(rate) in (int, float) and rate >= 0), f"the learning rate is {rate!r:.80}")

@@ -110,17 +110,17 @@ class Survivors:
         layouts = {name: state.parameter for name, state in plan.state.items()}
         layouts |= {f"optimizer/{name}": plan.state[name].optimizer for name in self.trained if name in plan.state}
         layouts |= plan.buffers
-        found = {
+        holders_by_name = {
             name: tuple(sorted({rank for _, holders in layout.holders(plan.mesh, plan.mesh.axes, {})
                                 if not left & {*holders} for rank in holders}))
             for name, layout in layouts.items()
         }  # fmt: skip
         every = {name for names in self.buffers for name in names} - {*plan.buffers}
-        found |= {
+        holders_by_name |= {
             name: tuple(rank for rank, names in enumerate(self.buffers) if name in names)
             for name in every - {*self.writers(ranks)}
         }
-        return {name: holders for name, holders in found.items() if holders}
+        return {name: holders for name, holders in holders_by_name.items() if holders}
 
     def owned(self, layout: TensorLayout, ranks: Collection[int]) -> tuple[Piece, ...]:
         """Returns the pieces (boxes) that this rank writes: the first of ``ranks`` that holds an element writes it."""
@@ -209,8 +209,8 @@ class Meeting:
                 mine.rename(self.folder / "decision")
                 self.decided_here = True
             self._end_doomed_saves()
-        found = json.loads((self.folder / "decision" / "decision.json").read_text())
-        return SavedDecision(**{**found, "ranks": tuple(found["ranks"])})
+        fields = json.loads((self.folder / "decision" / "decision.json").read_text())
+        return SavedDecision(**{**fields, "ranks": tuple(fields["ranks"])})
 
     def is_first(self, name: str) -> bool:
         """Returns True on exactly one of the ranks that call it with this name, however many call it at once."""
@@ -265,13 +265,13 @@ class Meeting:
 
     def _states(self) -> dict[int, SurvivorState]:
         """Returns the states of the ranks that have come so far, by rank."""
-        found = (file for file in self.folder.glob("*.json") if file.stem.isdecimal())
-        return {int(file.stem): SurvivorState(**json.loads(file.read_text())) for file in found}
+        files = (file for file in self.folder.glob("*.json") if file.stem.isdecimal())
+        return {int(file.stem): SurvivorState(**json.loads(file.read_text())) for file in files}
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float) -> bool:
     """Calls ``condition()`` until it is true or ``timeout_s`` seconds have passed; returns whether it is true."""
     end_s = time.monotonic() + timeout_s
-    while not (found := condition()) and time.monotonic() < end_s:
+    while not (outcome := condition()) and time.monotonic() < end_s:
         time.sleep(_LOOK_S)
-    return bool(found)
+    return bool(outcome)

@@ -53,8 +53,8 @@ def save_tensors(
         return pack_entries(entries), size
 
     def merge(wrote: list[Any]) -> Manifest:
-        files = {name: tuple(each) for _, files_there in wrote for name, each in files_there.items()}
-        return Manifest(step, "", 0, merge_tensors(each for each, _ in wrote), files, "", {}, (), extra)
+        files = {name: tuple(pair) for _, files_there in wrote for name, pair in files_there.items()}
+        return Manifest(step, "", 0, merge_tensors(rank_entries for rank_entries, _ in wrote), files, "", {}, (), extra)
 
     write_checkpoint(world, everyone, final, token, write, merge)
     return final
@@ -80,17 +80,17 @@ def _owned(tensors: Mapping[str, GlobalTensor], file: str) -> tuple[Entries, dic
     entries: Entries = {}
     parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        given, rank, shape = global_layout_of(tensor), current_world().rank, tuple(tensor.shape)
+        tensor_layout, rank, shape = global_layout_of(tensor), current_world().rank, tuple(tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        layout = given._replace(sbp=without_sums(given.sbp))
+        layout = tensor_layout._replace(sbp=without_sums(tensor_layout.sbp))
         local = redistributed_local(tensor, layout)  # a message of every rank: also where this rank writes nothing
         if 0 in shape and rank == layout.placement.ranks[0]:  # the manifest lists it, though no file has elements of it
             entries[name] = (dtype, shape, [])
-        held = boxes(shape, layout)
-        box = held.get(rank)
+        box_of = boxes(shape, layout)
+        box = box_of.get(rank)
         if box is None or not (box.size or not box.start):
             continue
-        if rank == next(other for other, copy in held.items() if copy == box):
+        if rank == next(other for other, copy in box_of.items() if copy == box):
             key = f"{name}#0"
             parts[key] = local.detach().contiguous().cpu().clone()
             entries[name] = (dtype, shape, [StoredBox(box, file, key)])
@@ -125,11 +125,11 @@ def _read(folder: Path, tensors: Mapping[str, GlobalTensor]) -> tuple[Manifest, 
     manifest = read_manifest(folder)
     for name, tensor in tensors.items():
         if name not in manifest.tensors or manifest.tensors[name][1] != tuple(tensor.shape):
-            held = {each: list(shape) for each, (_, shape, _) in manifest.tensors.items()}
+            shapes = {saved_name: list(shape) for saved_name, (_, shape, _) in manifest.tensors.items()}
             raise CheckpointError(
                 f"'{folder}' has no '{name}' of this shape",
                 given=f"'{name}' of shape {list(tensor.shape)}",
-                allowed=", ".join(f"'{each}' {shape}" for each, shape in list(held.items())[:9]),
+                allowed=", ".join(f"'{saved_name}' {shape}" for saved_name, shape in list(shapes.items())[:9]),
                 fix="give the tensors that were saved, by their names",
             )
         stored = getattr(torch, manifest.tensors[name][0])

@@ -110,9 +110,9 @@ def _notes(partial: Path, ranks: Sequence[int]) -> list[Any]:
             raise OSError(errno.ETIMEDOUT, f"some rank has written nothing for {MOST_WAIT_S:g} s")
     if not (names := _noted(partial, ranks)):
         raise OSError(errno.ENOENT, _GONE)
-    found = [json.loads((partial / NOTES / name).read_text()) for name in names]
+    notes = [json.loads((partial / NOTES / name).read_text()) for name in names]
     shutil.rmtree(partial / NOTES)
-    return found
+    return notes
 
 
 def _noted(partial: Path, ranks: Sequence[int]) -> list[str]:
@@ -220,8 +220,8 @@ def _complete(partial: Path, final: Path, manifest: Manifest, token: str, keep: 
     """Makes a checkpoint of a temporary folder with the files of all ranks, and removes older ones beyond ``keep``."""
     publish(partial, final, manifest, token)
     others = [step for step in steps_in(final.parent) if step.name != final.name]
-    for each in others[: max(len(others) - keep + 1, 0)] if keep else ():
-        _discard(each, token)
+    for step in others[: max(len(others) - keep + 1, 0)] if keep else ():
+        _discard(step, token)
 
 
 def _discard(step: Path, token: str) -> None:
@@ -253,7 +253,7 @@ def run_on_all(everyone: Axis, do: Callable[[], Any] | None, final: Path, partia
     if failed:
         if everyone.index == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        rank, text, on_disk = min(failed, key=lambda each: _GONE in each[1])  # it removes the others' folder
+        rank, text, on_disk = min(failed, key=lambda report: _GONE in report[1])  # it removes the others' folder
         allowed, fix = (
             "host memory for a copy of a rank's part of the state",
             "save with wait=True: it copies less at once",

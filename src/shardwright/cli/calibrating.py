@@ -70,20 +70,20 @@ def calibrate(
             fix="give --data package.module:factory, as to train, or call shardwright.planner.calibrate.calibrate("
             "build, batch, layout) with a batch of your own",
         )
-    found = measure(config.build, batch, layout, ranks=backend, base=base)
+    cluster = measure(config.build, batch, layout, ranks=backend, base=base)
     if not is_first_rank():
         return
     if not force:
-        found.check_spread()
+        cluster.check_spread()
     check_file(out)  # again: the measuring takes a while
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        partial.write_text(found.text(), encoding="utf-8")
+        partial.write_text(cluster.text(), encoding="utf-8")
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)
-    value = {"file": str(out), "spread": dict(found.spread), "cluster": dict(found.table)}
-    emit(value, f"{found.summary()}\nwritten to {out}: shardwright plan --cluster {out}", as_json=as_json)
+    value = {"file": str(out), "spread": dict(cluster.spread), "cluster": dict(cluster.table)}
+    emit(value, f"{cluster.summary()}\nwritten to {out}: shardwright plan --cluster {out}", as_json=as_json)
 
 
 def check_file(path: Path) -> None:

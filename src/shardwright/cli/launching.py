@@ -89,16 +89,16 @@ def _check_train(ctx: typer.Context, layout: str, nodes: Nodes) -> None:
     from shardwright.report.description import describe
 
     commands: Any = ctx.find_root().command
-    given = commands.commands["train"].make_context("train", list(ctx.args)).params
-    taken = [word for word in ctx.args if word.partition("=")[0] in _TAKEN]
-    if taken:
+    values = commands.commands["train"].make_context("train", list(ctx.args)).params
+    taken_words = [word for word in ctx.args if word.partition("=")[0] in _TAKEN]
+    if taken_words:
         raise PlanError(
             "launch itself gives train some of its options",
-            given=", ".join(taken),
+            given=", ".join(taken_words),
             allowed="the others, behind --",
             fix="give launch the layout and --out",
         )
-    flags = {key: value for key, value in given.items() if key not in _NOT_OPTIONS}
+    flags = {key: value for key, value in values.items() if key not in _NOT_OPTIONS}
     config = config_of({"layout": layout}, **flags)
     with without_values():
         model, loss, model_config = config.build()

@@ -360,8 +360,8 @@ def show(
     description = describe(job, layout, inputs=inputs, nodes=on_nodes, seconds_from=timed)
     width, with_memory = shutil.get_terminal_size((100, 40)).columns, memory or memory_png is not None
     is_drawn = timeline is not None or (measured and ("timeline" in description or not with_memory))
-    given = description, config, job, backend, timeline, width
-    seen, timelines = timelines_of(*given, measured=measured) if is_drawn else ({}, "")
+    arguments = description, config, job, backend, timeline, width
+    seen, timelines = timelines_of(*arguments, measured=measured) if is_drawn else ({}, "")
     if png is not None:
         draw_layout(description, png)
     text = "" if as_json else show_text(description, width)
@@ -369,8 +369,8 @@ def show(
         if not as_json:  # a large model's step is rehearsed for minutes
             emit({}, text, as_json=False)
             text = ""
-        found, ledger = ledger_of(config, job, batch, backend, memory_png, width, measured=measured)
-        description, text = {**description, "memory": found}, text + ledger
+        accounts, ledger = ledger_of(config, job, batch, backend, memory_png, width, measured=measured)
+        description, text = {**description, "memory": accounts}, text + ledger
     description, text = {**description, **seen}, text + timelines
     if explain is not None:
         module, text = explanation_of(job, layout, inputs, explain)
@@ -437,8 +437,8 @@ def doctor(as_json: Json = False) -> None:
     """Shows this machine's hardware, and measures how fast it computes and communicates."""
     from shardwright.report.machine import machine_text, measure_machine
 
-    found = measure_machine(lambda what: warn(f"{what} ..."))
-    emit(found, machine_text(found), as_json=as_json)
+    machine = measure_machine(lambda what: warn(f"{what} ..."))
+    emit(machine, machine_text(machine), as_json=as_json)
 
 
 app.command(

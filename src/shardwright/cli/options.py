@@ -82,8 +82,8 @@ def _is_unknown_option(failure: Exception) -> bool:
 
 def _name_all(failure: Any, words: list[str]) -> None:
     """Adds to the error of an unknown option those of all other unknown options among ``words``, the command line."""
-    found, context = [failure], failure.ctx
-    while at := [i for i, word in enumerate(words) if word.partition("=")[0] == found[-1].option_name]:
+    errors, context = [failure], failure.ctx
+    while at := [i for i, word in enumerate(words) if word.partition("=")[0] == errors[-1].option_name]:
         del words[at[0]]
         try:
             context.command.make_parser(context).parse_args([*words])
@@ -91,8 +91,8 @@ def _name_all(failure: Any, words: list[str]) -> None:
         except Exception as another:  # or one of the words that are left, such as a value that is missing
             if not _is_unknown_option(another):
                 break
-            found.append(another)
-    failure.message = "\n".join(each.format_message() for each in found)
+            errors.append(another)
+    failure.message = "\n".join(error.format_message() for error in errors)
     failure.possibilities = None
 
 
@@ -149,9 +149,9 @@ def parse_pairs(flag: str, key: str, value: str, pairs: list[str] | None) -> dic
     >>> parse_pairs("--role", "PATTERN", "ROLE", ["layers.*.up=column", "head=copied"])
     {'layers.*.up': 'column', 'head': 'copied'}
     """
-    found = {}
+    values = {}
     for pair in pairs or []:
-        name, equals, given = pair.partition("=")
+        name, equals, text = pair.partition("=")
         if not equals or not name:
             raise PlanError(
                 f"{flag} takes {key}={value}",
@@ -159,8 +159,8 @@ def parse_pairs(flag: str, key: str, value: str, pairs: list[str] | None) -> dic
                 allowed=f"{key}={value}",
                 fix=f"write {flag} {name or key}={value.upper()}",
             )
-        found[name] = given
-    return found
+        values[name] = text
+    return values
 
 
 def ranks_of(given: str) -> Ranks:

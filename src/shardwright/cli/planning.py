@@ -40,8 +40,8 @@ def model_and_batch(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[An
     """
     from shardwright.train.opening import opened_example
 
-    model, loss, found = opened_example(replace(config, layout="single", batch=min(2, config.batch)))
-    if found is None:
+    model, loss, batch = opened_example(replace(config, layout="single", batch=min(2, config.batch)))
+    if batch is None:
         raise PlanError(
             "a step of this model cannot be priced: the shape of its batches is unknown",
             given=f"--model {config.model}",
@@ -49,7 +49,7 @@ def model_and_batch(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[An
             fix="give --data package.module:factory, as to train, or call shardwright.plan_layouts(model, cluster, "
             "batch, ...) with a batch of your own",
         )
-    return model, loss, first_repeated(found, config.batch)
+    return model, loss, first_repeated(batch, config.batch)
 
 
 @report_errors
@@ -126,8 +126,8 @@ def plan(
     layout = Layout.parse(config.layout) if "layout" in shared else None
     in_file = [] if "layout" in shared or config.layout == "single" else [config.layout]
     # before a search, which takes seconds
-    given = [Layout.parse(line) for line in (*in_file, *(explain or []))]
-    sized = layout or (given[0] if in_file and not numbers else None)
+    layouts = [Layout.parse(line) for line in (*in_file, *(explain or []))]
+    sized = layout or (layouts[0] if in_file and not numbers else None)
     on = Cluster.parse(cluster, sized.num_ranks if sized else numbers[0] if numbers else None)
     if "seq" not in with_file(shared, "seq"):
         config = with_longest(config)
@@ -137,22 +137,24 @@ def plan(
         anchors=anchors_in(anchor or []), keep_in=None if fresh else default_folder(),
     )  # fmt: skip
     words = without.replace(",", " ").split()
-    wanted = partial(price, layout=layout, fix=fix, top=top, without=words, most_priced=most_priced)
+    search = partial(price, layout=layout, fix=fix, top=top, without=words, most_priced=most_priced)
     with _says_what_it_does():
-        found = _searched(wanted, on, [Cluster.parse(cluster, each).with_ranks(each) for each in numbers], sizes, batch)
-        first = found.plans[0]
-        price = partial(price, cluster=on, batch=found.batch)
+        outcome = _searched(
+            search, on, [Cluster.parse(cluster, number).with_ranks(number) for number in numbers], sizes, batch
+        )
+        first = outcome.plans[0]
+        price = partial(price, cluster=on, batch=outcome.batch)
         if layout is not None and not first.fits(first.best):
-            found.plans[0] = first = replace(first, ways_out=ways_beside(layout, partial(price, most_priced=1)))
-    said, texts = found.to_dict(), found.texts()
+            outcome.plans[0] = first = replace(first, ways_out=ways_beside(layout, partial(price, most_priced=1)))
+    entries, texts = outcome.to_dict(), outcome.texts()
     compared: list[PriceDifference] = []
     for line in (*(in_file if not numbers else ()), *(explain or [])):
         text, row = _explained(line, first, price, compared)
         texts.append(f"the layout in {shared.get('config')}: " * (line in in_file) + text)
-        said.setdefault("explained", []).append(row)
-    emit(said, "\n\n".join(texts), as_json=as_json)  # before files, of which the writing may fail
+        entries.setdefault("explained", []).append(row)
+    emit(entries, "\n\n".join(texts), as_json=as_json)  # before files, of which the writing may fail
     _draw(first, compared, png, html, title=f"Plan for {config.model}")
-    if not any(plans.fits(plans.best) for plans in found.plans):
+    if not any(plans.fits(plans.best) for plans in outcome.plans):
         raise typer.Exit(opt.BAD_INPUT)
 
 
@@ -183,20 +185,20 @@ class _FoundPlans:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plans as ``--json`` prints them."""
-        found: dict[str, Any] = self.plans[0].to_dict()
+        entries: dict[str, Any] = self.plans[0].to_dict()
         if self.by_ranks:
-            found = {"by_ranks": [plans.to_dict() for plans in self.plans]}
+            entries = {"by_ranks": [plans.to_dict() for plans in self.plans]}
         if self.refused:
-            found["refused"] = {str(number): str(failure) for number, failure in self.refused.items()}
+            entries["refused"] = {str(number): str(failure) for number, failure in self.refused.items()}
         if self.batches is not None:
-            found |= {"batch": self.batches.best, "by_batch": self.batches.rows()}
-        return found
+            entries |= {"batch": self.batches.best, "by_batch": self.batches.rows()}
+        return entries
 
     def texts(self) -> list[str]:
         """Returns the paragraphs that the command prints."""
-        found = [] if self.batches is None else [self.batches.text()]
-        found += [f"{plans.cluster}: " * self.by_ranks + plans.text() for plans in self.plans]
-        return found + [f"{number} ranks: {failure}" for number, failure in self.refused.items()]
+        paragraphs = [] if self.batches is None else [self.batches.text()]
+        paragraphs += [f"{plans.cluster}: " * self.by_ranks + plans.text() for plans in self.plans]
+        return paragraphs + [f"{number} ranks: {failure}" for number, failure in self.refused.items()]
 
 
 def _searched(
@@ -212,15 +214,15 @@ def _searched(
     if len(sizes) > 1:
         batches = plan_batches(sizes, lambda size: wanted(cluster=cluster, batch=first_repeated(batch, size)))
         return _FoundPlans([batches.plans[batches.best]], first_repeated(batch, batches.best), batches)
-    found = _FoundPlans([], batch, by_ranks=bool(clusters))
-    for each in clusters or [cluster]:
+    outcome = _FoundPlans([], batch, by_ranks=bool(clusters))
+    for candidate in clusters or [cluster]:
         try:
-            found.plans.append(wanted(cluster=each, batch=batch))
+            outcome.plans.append(wanted(cluster=candidate, batch=batch))
         except LayoutError as failure:
-            if not clusters or (not found.plans and each is clusters[-1]):
+            if not clusters or (not outcome.plans and candidate is clusters[-1]):
                 raise
-            found.refused[each.num_ranks] = failure  # the other numbers of ranks have their layouts
-    return found
+            outcome.refused[candidate.num_ranks] = failure  # the other numbers of ranks have their layouts
+    return outcome
 
 
 def with_longest(config: TrainConfig) -> TrainConfig:
@@ -329,8 +331,8 @@ def _check_beside(
         (anchors, "an anchor is of one batch", "--anchor"),
     ):
         if varies and is_given:
-            given = f"{option} beside --batch auto:MIN-MAX"
-            raise PlanError(what, given=given, allowed="one of them", fix="write --batch with a number")
+            options = f"{option} beside --batch auto:MIN-MAX"
+            raise PlanError(what, given=options, allowed="one of them", fix="write --batch with a number")
     ranks = f"--ranks {','.join(map(str, numbers))}"
     for is_given, what, option in (
         (layouts, "a layout has one number of ranks", "--layout"),

@@ -61,13 +61,13 @@ def evaluate(
     if num < 0:
         raise PlanError("'num' is out of range", given=num, allowed="0 or more", fix="--num 0")
     options: dict[str, Any] = {"split": _split_of(split), "averages": averages, "ranks": opt.ranks_of(ranks)}
-    found = of_run(config, run, layout, num=num, **options)
-    right = "" if found["accuracy"] is None else f", {found['accuracy']:.1%} right"
+    figures = of_run(config, run, layout, num=num, **options)
+    right = "" if figures["accuracy"] is None else f", {figures['accuracy']:.1%} right"
     text = (
-        f"loss {found['loss']:.4f}{right}: {found['samples']} samples of {split}, step {found['step']}, "
-        f"under {found['layout']}{', averages' if averages else ''}"
+        f"loss {figures['loss']:.4f}{right}: {figures['samples']} samples of {split}, step {figures['step']}, "
+        f"under {figures['layout']}{', averages' if averages else ''}"
     )
-    emit(found, text, as_json=as_json)
+    emit(figures, text, as_json=as_json)
 
 
 @report_errors
@@ -92,13 +92,13 @@ def predict(
     run = opt.run_folder(run, from_)
     config, layout = _trained(run, shared)
     options: dict[str, Any] = {"split": _split_of(split), "averages": averages, "ranks": opt.ranks_of(ranks)}
-    found = of_run(config, run, layout, num=num, to=to, force=force, **options)
-    pairs = found["texts"] or list(zip(found["predictions"], found["targets"], strict=True))
+    prediction = of_run(config, run, layout, num=num, to=to, force=force, **options)
+    pairs = prediction["texts"] or list(zip(prediction["predictions"], prediction["targets"], strict=True))
     lines = [f"{i}: {_shown(value)} (is {_shown(target)})" for i, (value, target) in enumerate(pairs)]
-    if found["texts"] is None and any(isinstance(value, list) and isinstance(value[0], int) for value, _ in pairs):
+    if prediction["texts"] is None and any(isinstance(value, list) and isinstance(value[0], int) for value, _ in pairs):
         warn("token ids: a method decode(ids) of the dataset turns them into text here")
-    lines += [f"{to}: outputs and targets of {found['samples']} samples"] if to is not None else []
-    emit(found, "\n".join(lines), as_json=as_json)
+    lines += [f"{to}: outputs and targets of {prediction['samples']} samples"] if to is not None else []
+    emit(prediction, "\n".join(lines), as_json=as_json)
 
 
 def _shown(value: Any) -> str:
@@ -110,4 +110,4 @@ def _shown(value: Any) -> str:
     if not isinstance(value, list):
         return str(value)
     more = " ..." if len(value) > _FIRST else ""
-    return f"[{' '.join(_shown(each) for each in value[:_FIRST])}{more}]"
+    return f"[{' '.join(_shown(entry) for entry in value[:_FIRST])}{more}]"

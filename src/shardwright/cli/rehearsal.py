@@ -49,10 +49,10 @@ def ledger_of(
             fix="give --data package.module:factory, as to train",
         )
     predicted = predicted_accounts(job, layout, batch, ranks)
-    found = dict(enumerate(measure_accounts(config, ranks, job.seconds))) if measured else None
+    measured_accounts = dict(enumerate(measure_accounts(config, ranks, job.seconds))) if measured else None
     if png is not None:
-        draw_memory(png, config.layout, predicted, found)
-    return memory_data(predicted, found), memory_text(predicted, found, width)
+        draw_memory(png, config.layout, predicted, measured_accounts)
+    return memory_data(predicted, measured_accounts), memory_text(predicted, measured_accounts, width)
 
 
 def timelines_of(
@@ -103,5 +103,5 @@ def explanation_of(job: Job, layout: Layout, inputs: Any, path: str) -> tuple[di
 
     run = run_of(0)
     rank = first_rank_with(run.plan, path)
-    found = explained(run_of(rank) if rank else run, path)
-    return found, explain_text(found)
+    explanation = explained(run_of(rank) if rank else run, path)
+    return explanation, explain_text(explanation)

@@ -62,7 +62,7 @@ def replayed(folder: Path, shared: Shared, cluster: str | None) -> tuple[dict[st
             allowed="a run of this version that has ended or was stopped after a few steps",
             fix="train a few steps more with --resume, or name another run",
         )
-    found, texts = [], []
+    comparisons, texts = [], []
     for part in parts:
         options = read_options(part["options"], given_in=RUN_FILE)
         check_named(options, f"a part in {RUN_FILE} of '{folder}'", **named)  # a part has options of its own
@@ -70,7 +70,7 @@ def replayed(folder: Path, shared: Shared, cluster: str | None) -> tuple[dict[st
         ranks: Ranks = "threads" if part.get("ranks") == "threads" else "processes"
         predicted = predicted_step(config, ranks, cluster)
         measured = part["measured"]
-        found.append(
+        comparisons.append(
             {
                 "first_step": part["first_step"],
                 "layout": config.layout,
@@ -81,8 +81,8 @@ def replayed(folder: Path, shared: Shared, cluster: str | None) -> tuple[dict[st
                 "anchor": f"{config.layout}={measured['step_s']:.6g}",
             }
         )
-        texts.append("\n".join(_lines(found[-1])))
-    return {"run": str(folder), "parts": found}, "\n\n".join(texts)
+        texts.append("\n".join(_lines(comparisons[-1])))
+    return {"run": str(folder), "parts": comparisons}, "\n\n".join(texts)
 
 
 def _is_measured(measured: Any) -> bool:
@@ -104,12 +104,12 @@ def _lines(part: Mapping[str, Any]) -> Iterator[str]:
         if names:
             yield f"  {heading}"
         for name in names:
-            said, seen, by = (each.get(table, {}).get(name) for each in (predicted, measured, off))
+            said, seen, by = (figures.get(table, {}).get(name) for figures in (predicted, measured, off))
             yield _row(f"  {name}", said, seen, by, written)
     yield f"  --anchor '{part['anchor']}'"
 
 
 def _row(name: str, predicted: float | None, measured: float | None, off: float | None, written: Any) -> str:
-    numbers = [written(each) if each is not None else "" for each in (predicted, measured)]
+    numbers = [written(figure) if figure is not None else "" for figure in (predicted, measured)]
     said = "" if off is None else "equal" if abs(off) < 5e-5 else f"{abs(off):.1%} {'more' if off > 0 else 'less'}"
     return f"  {name:24}{numbers[0]:>14}{numbers[1]:>14}   {said}".rstrip()

@@ -50,17 +50,17 @@ def report(
 
     runs = [*(runs or ()), *(from_ or ())] or [opt.run_folder(None, None)]
     check_number(runs, compare=compare)
-    found = [run_in(folder, name, model=model, data=data) for folder, name in zip(runs, run_names(runs), strict=True)]
-    for run in found:
+    records = [run_in(folder, name, model=model, data=data) for folder, name in zip(runs, run_names(runs), strict=True)]
+    for run in records:
         for remark in remarks(run):
             warn(f"warning: {remark}")
     if compare:
-        page = write_comparison_page(out or Path(COMPARISON), found)
-        value = {"report": str(page), **compare_runs(found)}
-        text = "\n".join([f"report  {page}", *(f"note    {each}" for each in value["remarks"])])
+        page = write_comparison_page(out or Path(COMPARISON), records)
+        value = {"report": str(page), **compare_runs(records)}
+        text = "\n".join([f"report  {page}", *(f"note    {note}" for note in value["remarks"])])
     else:
-        page = write_run_page(out or runs[0] / PAGE, found[0])
-        value = {"report": str(page), **figures(found[0])}
+        page = write_run_page(out or runs[0] / PAGE, records[0])
+        value = {"report": str(page), **figures(records[0])}
         text = f"report  {page}"
     emit(value, text, as_json=as_json)
 
@@ -75,18 +75,18 @@ def check_number(runs: Sequence[Path], *, compare: bool) -> None:
       allowed: one folder, or --compare with two or more
       fix:     shardwright report --compare a b
     """
-    given = " ".join(map(str, runs))
+    folders = " ".join(map(str, runs))
     if not compare and len(runs) > 1:
         raise PlanError(
             "a report is of one run",
-            given=given,
+            given=folders,
             allowed="one folder, or --compare with two or more",
-            fix=f"shardwright report --compare {given}",
+            fix=f"shardwright report --compare {folders}",
         )
     if compare and len({os.path.realpath(run) for run in runs}) < max(2, len(runs)):
         raise PlanError(
             "a comparison is of two or more different runs",
-            given=given,
+            given=folders,
             allowed="the folders of two or more runs, each once",
             fix=f"shardwright report --compare {runs[0]} ANOTHER",
         )
@@ -142,13 +142,13 @@ def described(part: Mapping[str, Any], model: str | None = None, data: str | Non
 
 def remarks(run: TrainingRun) -> list[str]:
     """Returns sentences on what a run's page lacks: damaged metrics, steps, or maps of layouts that cannot be drawn."""
-    found = []
+    notes = []
     if run.num_damaged:
-        found.append(f"{run.num_damaged} damaged lines of the metrics of {run.name} were left out")
+        notes.append(f"{run.num_damaged} damaged lines of the metrics of {run.name} were left out")
     if not run.rows:
-        found.append(f"{run.name} has taken no step: the page has its layout and options alone")
-    found += [f"{run.name}, {part.layout}: no map of the layout: {part.problem}" for part in run.shown if part.problem]
-    return found
+        notes.append(f"{run.name} has taken no step: the page has its layout and options alone")
+    notes += [f"{run.name}, {part.layout}: no map of the layout: {part.problem}" for part in run.shown if part.problem]
+    return notes
 
 
 def figures(run: TrainingRun) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def _model_of(path: Path, model: str | None) -> nn.Module | None:
     from shardwright.train.config import TrainConfig
     from shardwright.train.run_file import RUN_FILE, options_of, read_run
 
-    run = next((each for each in (path, path.parent, path.parent.parent) if (each / RUN_FILE).is_file()), None)
+    run = next((folder for folder in (path, path.parent, path.parent.parent) if (folder / RUN_FILE).is_file()), None)
     if model is not None:
         named = {} if run is None else read_run(run, model=model, data=TrainConfig.data)
         with without_values():

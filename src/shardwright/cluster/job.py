@@ -102,11 +102,11 @@ def seconds_of(text: str) -> int:
     (5400, 106200, 2700)
     """
     after_days = re.fullmatch(r"(\d{1,3})-(\d{1,4})(?::(\d{1,2}))?(?::(\d{1,2}))?", text)
-    found = after_days or re.fullmatch(r"()(?:(\d{1,4}):)?(\d{1,6})(?::(\d{1,2}))?", text)
-    if found is None:
+    match = after_days or re.fullmatch(r"()(?:(\d{1,4}):)?(\d{1,6})(?::(\d{1,2}))?", text)
+    if match is None:
         allowed = "minutes, hours:minutes:seconds or days-hours:minutes:seconds, as Slurm has them"
         raise PlanError("no such time limit", given=f"{text:.60}", allowed=allowed, fix="write --time 4:00:00")
-    days, hours, minutes, seconds = (int(each or 0) for each in found.groups())
-    if not after_days and found[2] is not None and found[4] is None:  # minutes:seconds
+    days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
+    if not after_days and match[2] is not None and match[4] is None:  # minutes:seconds
         hours, minutes, seconds = 0, hours, minutes
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

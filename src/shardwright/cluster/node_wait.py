@@ -67,9 +67,9 @@ class NodeWait:
         """Returns which nodes have come and which are missing, or that the first one does not answer, as text."""
         if not self._names:
             return f"nothing answers at {self._where[0]}:{self._where[1]}, where the first node is waited for"
-        found = f"{len(self._names)} of {self.num_nodes} nodes: {', '.join(self._names.values())}"
+        text = f"{len(self._names)} of {self.num_nodes} nodes: {', '.join(self._names.values())}"
         missing = [str(rank) for rank in range(self.num_nodes) if str(rank) not in self._names]
-        return f"{found}; missing: {', '.join(missing)}" if self.has_number and missing else found
+        return f"{text}; missing: {', '.join(missing)}" if self.has_number and missing else text
 
     def __enter__(self) -> NodeWait:
         self._thread.start()

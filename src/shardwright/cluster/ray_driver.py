@@ -141,11 +141,11 @@ def _attempt(ray: Any, job: ClusterJob, run_id: str, attempt: int, wait_s: float
     group, agents = placement_group([needs] * num, strategy="STRICT_SPREAD"), []
     try:
         if not group.wait(wait_s):
-            there = [f"{each['NodeManagerAddress']} ({each['Resources'].get('CPU', 0):g} CPU)"
-                     for each in ray.nodes() if each["Alive"]]  # fmt: skip
+            nodes = [f"{node['NodeManagerAddress']} ({node['Resources'].get('CPU', 0):g} CPU)"
+                     for node in ray.nodes() if node["Alive"]]  # fmt: skip
             raise CommunicationError(
                 "not all nodes came",
-                given=f"after {wait_s:g} s {len(there)} nodes: {', '.join(there)}",
+                given=f"after {wait_s:g} s {len(nodes)} nodes: {', '.join(nodes)}",
                 allowed=f"{num} nodes that each have {needs} free",
                 fix="start the others with 'ray start --address', or ask for less with --nodes and --cpus",
             )
@@ -157,7 +157,7 @@ def _attempt(ray: Any, job: ClusterJob, run_id: str, attempt: int, wait_s: float
         address, port = ray.get(agents[0].address.remote())
         words = [job.torchrun("", run_id, str(index), address, port, 0)[1:] for index in range(num)]
         environment = job.torchrun_environment()
-        runs = [agent.run.remote(each, environment) for agent, each in zip(agents, words, strict=True)]
+        runs = [agent.run.remote(command, environment) for agent, command in zip(agents, words, strict=True)]
         return list(ray.get(runs))
     finally:
         stops = [agent.stop.remote(job.save_s) for agent in agents]

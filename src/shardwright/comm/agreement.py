@@ -55,19 +55,19 @@ def gather_json(axis: Axis, value: Any, room: int = 0) -> list[Any]:
     if room:
         padded = (text if len(text) < room else _TOO_LONG).ljust(room)
         texts = _gather_bytes(axis, padded, [room] * axis.size)
-        if not any(each.strip() == _TOO_LONG for each in texts):
-            return [json.loads(each) for each in texts]
+        if not any(rank_text.strip() == _TOO_LONG for rank_text in texts):
+            return [json.loads(rank_text) for rank_text in texts]
     sizes = _gather_sizes(axis, text, call := call_of_user(sys._getframe()))
     if None in sizes:
         raise _different_calls(axis, call, sizes)
-    return [json.loads(each) for each in _gather_bytes(axis, text, [size or 0 for size in sizes])]
+    return [json.loads(rank_text) for rank_text in _gather_bytes(axis, text, [size or 0 for size in sizes])]
 
 
 def _gather_sizes(axis: Axis, text: bytes, call: str) -> list[int | None]:
     """All-gathers the length of ``text``; returns each rank's length, None for ranks in another call of the library."""
     tag = text_digest(call) % (1 << _CALL_BITS)
-    found = axis.all_gather(torch.tensor([len(text) | tag << _LENGTH_BITS], device=axis.device)).tolist()
-    return [each % (1 << _LENGTH_BITS) if each >> _LENGTH_BITS == tag else None for each in found]
+    numbers = axis.all_gather(torch.tensor([len(text) | tag << _LENGTH_BITS], device=axis.device)).tolist()
+    return [number % (1 << _LENGTH_BITS) if number >> _LENGTH_BITS == tag else None for number in numbers]
 
 
 def _different_calls(axis: Axis, call: str, sizes: Sequence[int | None]) -> PlanError:
@@ -77,15 +77,15 @@ def _different_calls(axis: Axis, call: str, sizes: Sequence[int | None]) -> Plan
     """
     again = _gather_sizes(axis, name := call.encode(), _NAMES)
     if None in again:
-        given = [f"rank {axis.ranks[axis.index]}: {call}"]
-        given += [f"rank {rank}: another call" for rank, size in zip(axis.ranks, sizes, strict=True) if size is None]
+        lines = [f"rank {axis.ranks[axis.index]}: {call}"]
+        lines += [f"rank {rank}: another call" for rank, size in zip(axis.ranks, sizes, strict=True) if size is None]
     else:
-        names = [each.decode() for each in _gather_bytes(axis, name, [size or 0 for size in again])]
-        given = [f"rank {rank}: {each}" for rank, each in zip(axis.ranks, names, strict=True)]
+        names = [text.decode() for text in _gather_bytes(axis, name, [size or 0 for size in again])]
+        lines = [f"rank {rank}: {call_name}" for rank, call_name in zip(axis.ranks, names, strict=True)]
         call = names[0]
     return PlanError(
         "ranks make different calls",
-        given=aligned(given),
+        given=aligned(lines),
         allowed="the same calls in the same order on every rank",
         fix=f"{call}: call it on every rank, not under `if world.rank == 0`; what writes files writes them once",
     )
@@ -207,8 +207,8 @@ def first_difference_async(
     >>> run_on_threads(Mesh(pp=2), compare)[1]
     "rank 0 has 'member 0', rank 1 'member 1'"
     """
-    found = compare_async(axis, lines, groups)
-    return lambda: found.find() if found is not None and bool(found.differs()) else None
+    comparison = compare_async(axis, lines, groups)
+    return lambda: comparison.find() if comparison is not None and bool(comparison.differs()) else None
 
 
 def compare_async(axis: Axis, lines: Sequence[str], groups: Sequence[Sequence[int]] = ()) -> PendingDifference | None:
@@ -225,8 +225,8 @@ def compare_async(axis: Axis, lines: Sequence[str], groups: Sequence[Sequence[in
     mine, number = list(lines), text_digest("\n".join(lines))
     place = next(place for place, ranks in enumerate(groups) if axis.ranks[axis.index] in ranks)
     pairs = torch.full((2 * len(groups),), _LEAST, device=axis.device)
-    for at, each in enumerate((number, -number), 2 * place):
-        pairs[at].fill_(each)  # unlike an assignment, for which the host waits on an accelerator
+    for at, digest in enumerate((number, -number), 2 * place):
+        pairs[at].fill_(digest)  # unlike an assignment, for which the host waits on an accelerator
     pending = axis.all_reduce_async(pairs, "max")
 
     def find() -> Difference:
@@ -250,5 +250,5 @@ def check_agreement(axis: Axis, lines: Sequence[str], error: Callable[[Differenc
     >>> run_on_threads(Mesh(pp=2), lambda axes: check_agreement(axes["pp"], ["chunk 0: y = relu(x)"], PermissionError))
     [None, None]
     """
-    if (found := first_difference_async(axis, lines)()) is not None:
-        raise error(found)
+    if (difference := first_difference_async(axis, lines)()) is not None:
+        raise error(difference)

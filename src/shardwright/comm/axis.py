@@ -132,12 +132,12 @@ class Axis:
 
         The tensors must be contiguous.
         """
-        given = [tensor.detach() for tensor in tensors if tensor.numel()]
-        assert all(tensor.is_contiguous() for tensor in given), "a tensor with gaps cannot be overwritten in place"
-        if self.size == 1 or not given:
+        operands = [tensor.detach() for tensor in tensors if tensor.numel()]
+        assert all(tensor.is_contiguous() for tensor in operands), "a tensor with gaps cannot be overwritten in place"
+        if self.size == 1 or not operands:
             return done(None)
-        shape = (sum(tensor.numel() for tensor in given),)
-        return self.channel.all_reduce(self._call("all_reduce", shape, given[0].dtype, "sum"), given, "sum")
+        shape = (sum(tensor.numel() for tensor in operands),)
+        return self.channel.all_reduce(self._call("all_reduce", shape, operands[0].dtype, "sum"), operands, "sum")
 
     def all_gather(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
         """All-gathers the members' tensors, and returns one tensor in which they are joined along ``dim``.
@@ -263,18 +263,18 @@ class Axis:
 
     def all_to_all_async(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Pending[list[Tensor]]:
         """Starts :meth:`all_to_all`; ``wait`` of the returned :class:`Pending` gives the received tensors."""
-        given = [part.detach().contiguous() for part in parts]
+        sent_parts = [part.detach().contiguous() for part in parts]
         if self.size == 1:
-            return done(given)
-        if len(given) != self.size or len(shapes) != self.size:
+            return done(sent_parts)
+        if len(sent_parts) != self.size or len(shapes) != self.size:
             raise CommunicationError(
                 f"all_to_all over axis '{self.name}' needs a part for each member",
-                given=f"{len(given)} parts, {len(shapes)} shapes",
+                given=f"{len(sent_parts)} parts, {len(shapes)} shapes",
                 allowed=f"{self.size} of each",
                 fix="pass an empty tensor for a member that gets nothing",
             )
-        outs = [given[0].new_empty(tuple(shape)) for shape in shapes]
-        return self.channel.all_to_all(self._call("all_to_all", (), given[0].dtype), outs, given)
+        outs = [sent_parts[0].new_empty(tuple(shape)) for shape in shapes]
+        return self.channel.all_to_all(self._call("all_to_all", (), sent_parts[0].dtype), outs, sent_parts)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Broadcasts: overwrites ``tensor`` with the tensor of member ``source``, and returns ``tensor``."""
@@ -355,18 +355,20 @@ class Axis:
         members that name each other in different orders cannot deadlock. ``wait`` of the returned :class:`Pending`
         gives the received tensors by member.
         """
-        given = {to: tensor.detach().contiguous() for to, tensor in sends.items()}
-        found = {source: torch.empty(tuple(shape), dtype=dtype, device=self.device) for source, shape in shapes.items()}
+        sent_tensors = {to: tensor.detach().contiguous() for to, tensor in sends.items()}
+        received_tensors = {
+            source: torch.empty(tuple(shape), dtype=dtype, device=self.device) for source, shape in shapes.items()
+        }
         going = [
-            Message(self._call("send", each.shape, dtype, f"to member {to}"), each, to)
-            for to, each in given.items() if each.numel()
+            Message(self._call("send", tensor.shape, dtype, f"to member {to}"), tensor, to)
+            for to, tensor in sent_tensors.items() if tensor.numel()
         ]  # fmt: skip
         coming = [
-            Message(self._call("receive", each.shape, dtype, f"from member {source}"), each, source)
-            for source, each in found.items() if each.numel()
+            Message(self._call("receive", tensor.shape, dtype, f"from member {source}"), tensor, source)
+            for source, tensor in received_tensors.items() if tensor.numel()
         ]  # fmt: skip
         pending = self.channel.send_and_receive(going, coming) if going or coming else done(None)
-        return Pending(lambda: (pending.wait(), found)[1])
+        return Pending(lambda: (pending.wait(), received_tensors)[1])
 
     def _call(self, kind: str, shape: Sequence[int], dtype: torch.dtype, details: str = "") -> CollectiveCall:
         waits.axis = self.name

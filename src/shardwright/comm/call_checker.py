@@ -93,7 +93,7 @@ class CallChecker:
         rank = other
         while rank != self.rank:
             at = self.store.get(f"at/{rank}").decode() if self.store.check([f"at/{rank}"]) else ""
-            if not at or rank in (each for each, _ in chain):
+            if not at or rank in (waiting_rank for waiting_rank, _ in chain):
                 return []
             chain.append((rank, at))
             if at == "returned":

@@ -76,7 +76,7 @@ class Channel(Protocol):
         pending = [self.receive(call, tensor, source) for call, tensor, source in receives]
 
         def finish() -> None:
-            for each in pending:
-                each.wait()
+            for receive in pending:
+                receive.wait()
 
         return Pending(finish)

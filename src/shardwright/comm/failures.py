@@ -122,23 +122,23 @@ def first_failure(
 def _how_it_ended(rank: int, code: int | None) -> str:
     """Returns the error text for a rank that ended without a traceback; ``code`` is None for an unknown exit code."""
     if code is not None and code >= 0 and code != INTERRUPTED:
-        how, given = f"ended with exit code {code}", "an exit, and no traceback"
+        how, evidence = f"ended with exit code {code}", "an exit, and no traceback"
         cause = "find what calls exit in the function it ran"
     else:
         number = signal.SIGINT if code == INTERRUPTED else signal.SIGKILL if code is None else -code
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        how, given = f"was killed by {name}", "a signal from outside, and no traceback"
+        how, evidence = f"was killed by {name}", "a signal from outside, and no traceback"
         cause = "find what sent it"
         if code is None:
-            how, given = "was killed", "a process that has gone, and no traceback"
+            how, evidence = "was killed", "a process that has gone, and no traceback"
         if number == signal.SIGKILL:
             cause = "see whether the machine ran out of memory"
         elif name in _CRASHES:
-            given = "a crash in native code, and no traceback"
+            evidence = "a crash in native code, and no traceback"
             cause = "set PYTHONFAULTHANDLER=1 to see where"
     return explain(
         f"rank {rank} {how}; the other ranks were ended",
-        given=given,
+        given=evidence,
         allowed="ranks that run to their end",
         fix=f"{cause}; train --resume goes on from the last checkpoint",
     )

@@ -107,21 +107,24 @@ _OPTIONS = ("debug", "timeout_s", "device", "links", "link", "bind_cores", "grac
 
 def _check_launch(work: Any, ranks_or_layout: Any, ranks: Any, options: Collection[str]) -> None:
     """Raises PlanError, with the line to write, for arguments that :func:`launch` does not take."""
-    given, allowed = "", ""
+    argument, allowed = "", ""
     if not callable(work):
-        given, allowed = (
+        argument, allowed = (
             f"{type(work).__name__} as work",
             "a function, not its result: a rank calls work(world)",
         )
     elif not hasattr(ranks_or_layout, "num_ranks") and not (type(ranks_or_layout) is int and ranks_or_layout > 0):
-        given, allowed = f"{ranks_or_layout!r:.60} ranks", "a number of ranks from 1 on, or a layout such as 'dp2 tp2'"
+        argument, allowed = (
+            f"{ranks_or_layout!r:.60} ranks",
+            "a number of ranks from 1 on, or a layout such as 'dp2 tp2'",
+        )
     elif ranks not in ("threads", "processes"):
-        given, allowed = f"ranks={ranks!r}", "'threads', 'processes'"
+        argument, allowed = f"ranks={ranks!r}", "'threads', 'processes'"
     elif unknown := [name for name in options if name not in _OPTIONS]:
-        given, allowed = f"{unknown[0]}=...", f"the options {', '.join(_OPTIONS)}; arguments of work by position"
-    if given:
+        argument, allowed = f"{unknown[0]}=...", f"the options {', '.join(_OPTIONS)}; arguments of work by position"
+    if argument:
         fix = "write sw.launch(train, 'dp2', ranks='threads'), with def train(world): ..."
-        raise PlanError("launch takes a function and the ranks that call it", given=given, allowed=allowed, fix=fix)
+        raise PlanError("launch takes a function and the ranks that call it", given=argument, allowed=allowed, fix=fix)
 
 
 def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torch.device | str = "cpu") -> list[T]:

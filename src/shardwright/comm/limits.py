@@ -35,17 +35,17 @@ def most_ranks(ranks: Ranks = "processes") -> int:
     >>> 1 <= most_ranks() <= most_ranks("threads") <= psutil.virtual_memory().total // 2**22
     True
     """
-    found = [int(psutil.virtual_memory().total) // LEAST_RANK_BYTES[ranks]]
+    limits = [int(psutil.virtual_memory().total) // LEAST_RANK_BYTES[ranks]]
     for path in _LIMITS:
         with suppress(OSError, ValueError):  # another system; or "max", which is no limit
-            found.append(int(Path(path).read_text()))
+            limits.append(int(Path(path).read_text()))
     with suppress(ImportError, OSError):
         import resource
 
         limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
         if limit != resource.RLIM_INFINITY:
-            found.append(limit)
-    return max(min(found), 1)
+            limits.append(limit)
+    return max(min(limits), 1)
 
 
 def check_can_start(num_ranks: int, ranks: Ranks = "processes") -> None:

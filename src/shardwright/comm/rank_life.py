@@ -38,9 +38,9 @@ def life_of(process: list[Any], here: list[Any]) -> Life:
     if node != here[0]:
         return "runs"
     try:
-        found = psutil.Process(number)
-        status = found.status()
-        if found.create_time() != start_s or status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        handle = psutil.Process(number)
+        status = handle.status()
+        if handle.create_time() != start_s or status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
             return "dead"
     except psutil.NoSuchProcess:
         return "dead"

@@ -18,7 +18,7 @@ ON_RETURN: list[Callable[[nn.Module], None]] = []
 
 def note_trained(model: nn.Module) -> None:
     """Remembers ``model`` as a plain model whose run has trained in this process."""
-    _TRAINED[:] = [each for each in _TRAINED if (other := each()) is not None and other is not model] + [ref(model)]
+    _TRAINED[:] = [entry for entry in _TRAINED if (other := entry()) is not None and other is not model] + [ref(model)]
 
 
 def objects_of(work: Any, args: Sequence[Any]) -> list[Any]:
@@ -31,26 +31,26 @@ def objects_of(work: Any, args: Sequence[Any]) -> list[Any]:
     >>> objects_of(partial(print, model), ({"a": 1}, 2))[:3] == [1, 2, model]
     True
     """
-    found = tree_leaves(args)
+    objects = tree_leaves(args)
     if isinstance(work, partial):
-        return [*found, *objects_of(work.func, [work.args, work.keywords])]
+        return [*objects, *objects_of(work.func, [work.args, work.keywords])]
     if (owner := getattr(work, "__self__", None)) is not None:
-        found += [owner, *vars(owner).values()] if hasattr(owner, "__dict__") else [owner]
+        objects += [owner, *vars(owner).values()] if hasattr(owner, "__dict__") else [owner]
     work = getattr(work, "__func__", work)
     code, names = getattr(work, "__code__", None), getattr(work, "__globals__", {})
-    found += [names.get(name) for name in code.co_names] if code is not None else []
+    objects += [names.get(name) for name in code.co_names] if code is not None else []
     for cell in getattr(work, "__closure__", None) or ():
         try:
-            found.append(cell.cell_contents)
+            objects.append(cell.cell_contents)
         except ValueError:  # an empty cell
-            found.append(None)
-    return found
+            objects.append(None)
+    return objects
 
 
 def trained_among(objects: Sequence[Any]) -> list[int]:
     """Returns the indices, in ``objects``, of the models that runs of this process have trained."""
-    trained = {id(model) for each in _TRAINED if (model := each()) is not None}
-    return [place for place, each in enumerate(objects) if id(each) in trained]
+    trained = {id(model) for entry in _TRAINED if (model := entry()) is not None}
+    return [place for place, value in enumerate(objects) if id(value) in trained]
 
 
 def tell_trained(objects: Sequence[Any], places: Iterable[int]) -> None:

@@ -23,7 +23,7 @@ def place_of_user(frame: FrameType | None) -> tuple[str, str]:
 
     The place is text such as "line 12 of train.py", or "" if no user code is among the frames.
     """
-    found, outer, where = "", "", ""
+    call, outer, where = "", "", ""
     while frame is not None and frame.f_code.co_filename.startswith(_COMM):
         outer, frame = frame.f_code.co_qualname, frame.f_back
     inside = True
@@ -32,12 +32,12 @@ def place_of_user(frame: FrameType | None) -> tuple[str, str]:
         if name.startswith(_COMM):  # the start of a rank
             break
         if name.startswith(_PACKAGE):
-            found, inside = frame.f_code.co_qualname, True
+            call, inside = frame.f_code.co_qualname, True
         elif inside and not name.endswith("contextlib.py"):  # torch's too, as of torch.no_grad
             where, inside = f"line {frame.f_lineno} of {Path(name).name}", False
         frame = frame.f_back
-    if not found:
+    if not call:
         return outer, where
-    if "." not in found:
-        return f"sw.{found}", where
-    return (f"run.{found[4:]}" if found.startswith("Run.") else found), where
+    if "." not in call:
+        return f"sw.{call}", where
+    return (f"run.{call[4:]}" if call.startswith("Run.") else call), where

@@ -127,14 +127,14 @@ class WaitWatchdog:
             texts = self._store.multi_get(self._keys) if self._store.check(self._keys) else []
             notes = [_Note(*json.loads(text)) for text in texts if text]
             numbers = [note.number for note in notes]
-            if len(notes) < len(self._keys) or (found := _error_of(notes)) is None:  # a rank goes on, or it is one call
+            if len(notes) < len(self._keys) or (error := _error_of(notes)) is None:  # a rank goes on, or it is one call
                 continue
             if own.confirmed != numbers:
                 if last is not None and self._waiting()[0] is last():  # still, now that all have published
                     num_notes += 1
                     self._publish(own := own._replace(confirmed=numbers))
             elif all(note.confirmed == numbers for note in notes if note.call != _RETURNED):
-                self._fail(failure := found)
+                self._fail(failure := error)
 
     def _waiting(self) -> tuple[Any, tuple[str, str]]:
         """Returns the collective or message that the watched thread waits for, or None; the user's call and line."""
@@ -153,14 +153,14 @@ def _error_of(notes: Sequence[_Note]) -> CommunicationError | None:
         return None
     counts = Counter(call for call, _ in places if call != _RETURNED)
     rarest = min(counts, key=lambda call: counts[call])
-    given = []
+    lines = []
     for call, where in dict.fromkeys(places):
         ranks = [rank for rank, place in enumerate(places) if place == (call, where)]
         text = call if call == _RETURNED else f"in {call}{where and f', {where}'}"
-        given.append(f"{numbered(ranks)}: {text}")
+        lines.append(f"{numbered(ranks)}: {text}")
     return CommunicationError(
         "ranks wait for each other in different calls, and none can go on",
-        given=aligned(given),
+        given=aligned(lines),
         allowed=SAME_CALLS,
         fix=f"{rarest}: call it on every rank, not under `if world.rank == 0`; what writes files writes them once",
     )

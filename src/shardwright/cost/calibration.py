@@ -83,19 +83,19 @@ class Calibration:
 
     def link(self, kind: str, tier: str, ranks: int, stride: int) -> LinkTimes | None:
         """Returns what was measured of a collective on a tier, for the most similar group; None if nothing was."""
-        known = [each for each in self.links if each.kind == kind and each.tier == tier]
-        return min(known, key=lambda each: (abs(each.ranks - ranks), abs(each.stride - stride)), default=None)
+        links = [link for link in self.links if link.kind == kind and link.tier == tier]
+        return min(links, key=lambda link: (abs(link.ranks - ranks), abs(link.stride - stride)), default=None)
 
     def message_s(self, kind: str, num_bytes: float, tier: str, ranks: int, stride: int, hop_s: float) -> float | None:
         """Returns the seconds of a message from those that were measured; None if its kind was not on this tier.
 
         For a group of another size, the bytes are scaled as in a ring, and each hop more takes ``hop_s``.
         """
-        found = self.link(kind, tier, ranks, stride)
-        if found is None:
+        link = self.link(kind, tier, ranks, stride)
+        if link is None:
             return None
-        like = num_bytes * float(ring_factor(kind, ranks) / ring_factor(kind, found.ranks))
-        return max(0.0, found.at([like])[0] + (num_hops(kind, ranks) - found.num_hops) * hop_s)
+        like = num_bytes * float(ring_factor(kind, ranks) / ring_factor(kind, link.ranks))
+        return max(0.0, link.at([like])[0] + (num_hops(kind, ranks) - link.num_hops) * hop_s)
 
 
 def num_hops(kind: str, size: int) -> int:
@@ -122,41 +122,41 @@ def calibration_in(path: str, table: Mapping[str, Any]) -> Calibration:
     if not isinstance(links, list):
         raise _wrong(path, "links", links, "tables [[links]], one for each measured collective")
     notes, ranks, sources = table.get("notes", []), table.get("ranks", ""), table.get("sources", {})
-    if not isinstance(notes, list) or not all(isinstance(each, str) for each in notes):
+    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
         raise _wrong(path, "notes", notes, "a list of texts")
     if ranks not in ("", "threads", "processes"):
         raise _wrong(path, "ranks", ranks, "threads or processes")
     if not isinstance(sources, Mapping) or not set(sources.values()) <= set(get_args(Source)):
         raise _wrong(path, "sources", sources, f"a table of {', '.join(get_args(Source))} by figure")
-    found = tuple(_link(path, each) for each in links)
-    return Calibration(operators, blocks, dict(sources), found, spread, ranks, tuple(notes))
+    link_times = tuple(_link(path, link) for link in links)
+    return Calibration(operators, blocks, dict(sources), link_times, spread, ranks, tuple(notes))
 
 
 def _numbers(path: str, name: str, table: Any) -> dict[str, float]:
-    if not isinstance(table, Mapping) or not all(_is_number(each) for each in table.values()):
+    if not isinstance(table, Mapping) or not all(_is_number(value) for value in table.values()):
         raise _wrong(path, name, table, f"a table [{name}] of numbers that are not below zero")
     return dict(table)
 
 
 def _link(path: str, table: Any) -> LinkTimes:
-    given = table if isinstance(table, Mapping) else {}
-    sizes, seconds = given.get("bytes"), given.get("seconds")
+    link = table if isinstance(table, Mapping) else {}
+    sizes, seconds = link.get("bytes"), link.get("seconds")
     sound = (
-        set(given) == {"kind", "tier", "ranks", "stride", "bytes", "seconds"}
-        and given["kind"] in ("all_reduce", "all_gather", "reduce_scatter", "send", "broadcast", "all_to_all")
-        and given["tier"] in TIERS
-        and all(isinstance(given[name], int) and given[name] > low for name, low in (("ranks", 1), ("stride", 0)))
+        set(link) == {"kind", "tier", "ranks", "stride", "bytes", "seconds"}
+        and link["kind"] in ("all_reduce", "all_gather", "reduce_scatter", "send", "broadcast", "all_to_all")
+        and link["tier"] in TIERS
+        and all(isinstance(link[name], int) and link[name] > low for name, low in (("ranks", 1), ("stride", 0)))
         and isinstance(sizes, list)
         and isinstance(seconds, list)
         and len(sizes) == len(seconds) > 0
-        and all(_is_number(each) for each in (*sizes, *seconds))
+        and all(_is_number(number) for number in (*sizes, *seconds))
         and sizes == sorted(set(sizes))
     )
     if not sound:
         allowed = "kind, tier, ranks from 2 on, stride from 1 on, rising bytes and as many seconds"
         raise _wrong(path, "links", table, allowed)
     times = accumulate(cast(list[float], seconds), max)  # more bytes never take less time
-    return LinkTimes(given["kind"], given["tier"], given["ranks"], given["stride"], tuple(sizes or ()), tuple(times))
+    return LinkTimes(link["kind"], link["tier"], link["ranks"], link["stride"], tuple(sizes or ()), tuple(times))
 
 
 def _is_number(value: Any) -> bool:

@@ -69,7 +69,7 @@ class Cluster:
         name, colon, nodes = text.partition(":")
         try:
             is_file = name.endswith(".toml")
-            found = cls.of_table(name, read_table(Path(name))) if is_file else cls._of_profile(name)
+            cluster = cls.of_table(name, read_table(Path(name))) if is_file else cls._of_profile(name)
         except PlanError as error:
             if error.given != name or not nodes:
                 raise
@@ -77,19 +77,19 @@ class Cluster:
             raise PlanError(error.what, given=text, allowed=error.allowed, fix=fix) from None
         if nodes:
             try:
-                return replace(found, nodes=Nodes.parse(nodes))
+                return replace(cluster, nodes=Nodes.parse(nodes))
             except LayoutError as error:  # its fix names another option
                 fix = f"write {name}:1x{nodes if nodes.isdecimal() else 8}"
                 allowed = f"NAME:NODESxRANKS, {error.allowed}"
                 raise LayoutError(error.what, given=text, allowed=allowed, fix=fix) from None
-        if found.has_nodes:
-            return found
+        if cluster.has_nodes:
+            return cluster
         if num_ranks is None or colon:
             fix = f"write {name}:1x8"
             raise PlanError(
                 "how many nodes the cluster has is not given", given=text, allowed="NAME:NODESxRANKS", fix=fix
             )
-        return found.with_ranks(num_ranks)
+        return cluster.with_ranks(num_ranks)
 
     @classmethod
     def of_table(cls, path: str, table: Mapping[str, Any]) -> Cluster:
@@ -101,13 +101,13 @@ class Cluster:
             ``128x8``.
         """
         device, constants = _device_in(path, table), _constants_in(path, table)
-        given = str(table.get("nodes", ""))
+        text = str(table.get("nodes", ""))
         try:
-            nodes = Nodes.parse(given) if given else Nodes(1, RANKS_PER_NODE)
+            nodes = Nodes.parse(text) if text else Nodes(1, RANKS_PER_NODE)
         except LayoutError as error:  # its fix names an option
-            fix = f'write nodes = "1x{given if given.isdecimal() else RANKS_PER_NODE}" into {path}'
-            raise LayoutError(error.what, given=f"nodes = {given}", allowed=error.allowed, fix=fix) from None
-        return cls(device, nodes, constants, calibration_in(path, table), bool(given))
+            fix = f'write nodes = "1x{text if text.isdecimal() else RANKS_PER_NODE}" into {path}'
+            raise LayoutError(error.what, given=f"nodes = {text}", allowed=error.allowed, fix=fix) from None
+        return cls(device, nodes, constants, calibration_in(path, table), bool(text))
 
     @classmethod
     def _of_profile(cls, name: str) -> Cluster:
@@ -210,36 +210,40 @@ def _device_in(path: str, table: Mapping[str, Any]) -> Device:
     base = table.get("profile")
     if base is None:
         return _of_own_figures(path, device_of(path, table))
-    known = profile(str(base))
-    figures = {"type": known.type, "source": f"{base}, changed in {path}", **figures_of(known)}
+    base_device = profile(str(base))
+    figures = {"type": base_device.type, "source": f"{base}, changed in {path}", **figures_of(base_device)}
     peaks = table.get("peak_TFLOP_per_s", {})
     if isinstance(peaks, Mapping):  # a peak that the file does not give is that of the profile
         table = {**table, "peak_TFLOP_per_s": {**figures["peak_TFLOP_per_s"], **peaks}}
-    found = replace(device_of(path, {**figures, **table}), name=known.name)
+    device = replace(device_of(path, {**figures, **table}), name=base_device.name)
     notes = [
         f"{path}: {key} = {table[key]:g} is more than {MOST_OVER} times that of {base}, {figures[key]:g}: "
         "is it of both ways?"
         for key in NUMBERS if key != "between_nodes_GB_per_s"  # of which a profile has what is usual
         and isinstance(table.get(key), int | float) and table[key] > MOST_OVER * figures[key]
     ]  # fmt: skip
-    own = dict(known.peaks)
+    base_peaks = dict(base_device.peaks)
     notes += [
         f"{path}: a peak of {peak / 1e12:g} TFLOP/s in {name} is more than {MOST_OVER} times that of {base}: "
         "is it with sparsity?"
-        for name, peak in found.peaks if peak > MOST_OVER * own.get(name, peak)
+        for name, peak in device.peaks if peak > MOST_OVER * base_peaks.get(name, peak)
     ]  # fmt: skip
-    return replace(found, notes=tuple(notes), assumes_network="between_nodes_GB_per_s" not in table)
+    return replace(device, notes=tuple(notes), assumes_network="between_nodes_GB_per_s" not in table)
 
 
 def _constants_in(path: str, table: Mapping[str, Any]) -> Constants:
     """Returns the constants of a file: its own, before those of its profile, before the defaults."""
-    base, given = table.get("profile"), table.get("constants", {})
-    if not isinstance(given, Mapping) or not all(
-        isinstance(each, int | float) and not isinstance(each, bool) for name, each in given.items() if name != "source"
+    base, constants = table.get("profile"), table.get("constants", {})
+    if not isinstance(constants, Mapping) or not all(
+        isinstance(value, int | float) and not isinstance(value, bool)
+        for name, value in constants.items()
+        if name != "source"
     ):
         allowed = "a table [constants] of numbers, such as matmul_efficiency = 0.8"
-        raise PlanError(f"the constants in '{path}' are no numbers", given=given, allowed=allowed, fix="correct them")
-    source, numbers = given.get("source", "guess"), {n: value for n, value in given.items() if n != "source"}
+        raise PlanError(
+            f"the constants in '{path}' are no numbers", given=constants, allowed=allowed, fix="correct them"
+        )
+    source, numbers = constants.get("source", "guess"), {n: value for n, value in constants.items() if n != "source"}
     if source not in get_args(Source):
         allowed = ", ".join(get_args(Source))
         fix = 'write source = "measured", or leave it out'

@@ -75,17 +75,17 @@ class Constants:
 
         Raises: PlanError: no such constant, or a value that is out of bounds.
         """
-        known = [each.name for each in fields(self) if each.name != "sources"]
+        names = [constant.name for constant in fields(self) if constant.name != "sources"]
         for name in values:
-            if name not in known:
-                raise PlanError("no such constant", given=name, allowed=", ".join(known), fix=fix_for(name, known))
+            if name not in names:
+                raise PlanError("no such constant", given=name, allowed=", ".join(names), fix=fix_for(name, names))
         return replace(self, **values, sources={**self.sources, **dict.fromkeys(values, source)})
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns every constant as a row: name, value, unit, meaning, bounds, source."""
         return [
-            {"name": each.name, "value": getattr(self, each.name), **each.metadata,
-             "source": self.sources.get(each.name, "guess")}
-            for each in fields(self)
-            if each.name != "sources"
+            {"name": constant.name, "value": getattr(self, constant.name), **constant.metadata,
+             "source": self.sources.get(constant.name, "guess")}
+            for constant in fields(self)
+            if constant.name != "sources"
         ]  # fmt: skip

@@ -98,7 +98,7 @@ def figures_of(device: Device) -> dict[str, Any]:
 def profiles() -> dict[str, Any]:
     """Returns the TOML files of all device profiles that come with the library, by accelerator name."""
     folder = resources.files("shardwright.cost") / "profiles"
-    return {each.name.removesuffix(".toml"): each for each in folder.iterdir() if each.name.endswith(".toml")}
+    return {file.name.removesuffix(".toml"): file for file in folder.iterdir() if file.name.endswith(".toml")}
 
 
 def profile(name: str) -> Device:

@@ -65,11 +65,11 @@ def _run_collective(local: Tensor, step: BoxingStep) -> Tensor:
         return axis.reduce_scatter(local, after, sizes).contiguous()
     if step.kind == "all_gather":
         return axis.all_gather(local, before, sizes).contiguous()
-    held = boxes(step.shape, step.source)
+    box_of = boxes(step.shape, step.source)
     # each member sends its slice of ``before``, cut along ``after`` to this rank's size
-    shapes = [list(held[rank].shape) for rank in axis.ranks]
-    for each in shapes:
-        each[after] = sizes[axis.index]
+    shapes = [list(box_of[rank].shape) for rank in axis.ranks]
+    for shape in shapes:
+        shape[after] = sizes[axis.index]
     return torch.cat(axis.all_to_all(local.split(sizes, after), shapes), before)
 
 
@@ -110,6 +110,6 @@ def _exchange(
         for to, parts in sent.items()
     }
     sizes = {source: [message.box.size for message in messages] for source, messages in expected.items()}
-    shapes = {source: (sum(each),) for source, each in sizes.items()}
+    shapes = {source: (sum(message_sizes),) for source, message_sizes in sizes.items()}
     received = everyone_here().send_and_receive_async(joined, shapes, local.dtype).wait()
     return {source: iter(tensor.split(sizes[source])) for source, tensor in received.items()}

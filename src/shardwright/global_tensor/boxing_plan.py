@@ -55,16 +55,16 @@ class BoxingStep:
         The collective moves at most as many elements as these messages.
         """
         shape, source, destination = self.shape, self.source, self.destination
-        held = {rank: (whole_piece(box),) for rank, box in boxes(shape, source).items()}
+        source_pieces = {rank: (whole_piece(box),) for rank, box in boxes(shape, source).items()}
         term_of = terms(source)
         if not is_partial(destination):
-            wanted = {rank: (whole_piece(box),) for rank, box in boxes(shape, destination).items()}
-            return plan_transfer(held, wanted, terms=term_of if is_partial(source) else None)
+            destination_pieces = {rank: (whole_piece(box),) for rank, box in boxes(shape, destination).items()}
+            return plan_transfer(source_pieces, destination_pieces, terms=term_of if is_partial(source) else None)
         messages: list[BoxMessage] = []
         for term in sorted(set(term_of.values())):
-            holders = {rank: pieces for rank, pieces in held.items() if term_of[rank] == term}
+            holders = {rank: pieces for rank, pieces in source_pieces.items() if term_of[rank] == term}
             shares = _term_shares(shape, destination, holders, term)
-            messages += [each._replace(adds=True) for each in plan_transfer(holders, shares).messages]
+            messages += [message._replace(adds=True) for message in plan_transfer(holders, shares).messages]
         return TensorTransfer(tuple(messages))
 
     @cached_property
@@ -73,12 +73,12 @@ class BoxingStep:
 
         Ranks whose new tensor is empty are left out, as are all ranks if the destination is a partial sum.
         """
-        found = {}
+        slices = {}
         for rank in self.destination.placement.ranks:
             messages = self.transfer.messages_to(rank)
             if len(messages) == 1 and self.transfer.messages_from(rank) == messages and not messages[0].adds:
-                found[rank] = messages[0].source_piece.parts(messages[0].box)[0].local_box.slices
-        return found
+                slices[rank] = messages[0].source_piece.parts(messages[0].box)[0].local_box.slices
+        return slices
 
     @cached_property
     def moved_elements(self) -> int:
@@ -151,7 +151,7 @@ def cheapest_plan(shape: tuple[int, ...], source: GlobalLayout, destination: Glo
     direct = _step(shape, source, destination)
     if not is_partial(source) or direct.kind != "messages" or direct.moved_elements == 0:
         return BoxingPlan((direct,))
-    found = [BoxingPlan((direct,))]
+    plans = [BoxingPlan((direct,))]
     # a sum that many ranks need is cheaper added up slice by slice first, on the old ranks or on the new ones
     for dim in _dims_to_sum_over(shape, destination):
         summed = GlobalLayout(source.placement, tuple(split(dim) if one.is_partial() else one for one in source.sbp))
@@ -160,8 +160,8 @@ def cheapest_plan(shape: tuple[int, ...], source: GlobalLayout, destination: Glo
         )
         for middle in (summed, cut):
             if middle not in (source, destination):
-                found.append(BoxingPlan((_step(shape, source, middle), _step(shape, middle, destination))))
-    return min(found, key=lambda each: (each.moved_elements, len(each.steps)))
+                plans.append(BoxingPlan((_step(shape, source, middle), _step(shape, middle, destination))))
+    return min(plans, key=lambda plan: (plan.moved_elements, len(plan.steps)))
 
 
 def _dims_to_sum_over(shape: tuple[int, ...], destination: GlobalLayout) -> list[int]:

@@ -75,14 +75,14 @@ def from_local(
     _check_parts(members, placement)
     first = members[placement.ranks[0]]
     layout = GlobalLayout(placement, checked_sbp(sbp, placement, len(first["shape"])))
-    given = _given_boxes({rank: tuple(fact["shape"]) for rank, fact in members.items()}, layout)
+    shape_and_boxes = _given_boxes({rank: tuple(fact["shape"]) for rank, fact in members.items()}, layout)
     if check:
         _check_copies(members, layout)
     back = None if grad_sbp is None else checked_grad_sbp(grad_sbp, layout.sbp, placement, len(first["shape"]))
     if current_world().rank not in placement:  # it needs an autograd node too, or it would miss the backward's messages
         requires_grad = any(fact["grad"] for fact in members.values())
         part = torch.empty(0, dtype=getattr(torch, first["dtype"]), requires_grad=requires_grad)
-    return _FromLocal.apply(part, layout, given, back)  # type: ignore[no-any-return]
+    return _FromLocal.apply(part, layout, shape_and_boxes, back)  # type: ignore[no-any-return]
 
 
 def _digest(local: Tensor) -> str:
@@ -102,13 +102,13 @@ def _check_parts(members: dict[int, dict[str, Any]], placement: Placement) -> No
             )
     kinds = {rank: (fact["dtype"], len(fact["shape"]), fact["here"], fact["grad"]) for rank, fact in members.items()}
     if len(set(kinds.values())) > 1 or not all(here for _, _, here, _ in kinds.values()):
-        given = ", ".join(
+        kinds_text = ", ".join(
             f"rank {rank} {dtype} of {dims} dims" if here else f"rank {rank} None"
             for rank, (dtype, dims, here, _) in kinds.items()
         )
         raise LayoutError(
             f"the parts on {placement} are not of one kind",
-            given=given,
+            given=kinds_text,
             allowed="one dtype, one number of dims and one requires_grad on every member",
             fix="give every member's part, of one dtype",
         )
@@ -125,7 +125,7 @@ def _given_boxes(shapes: dict[int, tuple[int, ...]], layout: GlobalLayout) -> tu
         sizes: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
         for rank, coord in layout.placement.coords:
             sizes[tuple(coord[i] for i in axes)].add(shapes[rank][dim])
-        if any(len(found) > 1 for found in sizes.values()):
+        if any(len(place_sizes) > 1 for place_sizes in sizes.values()):
             raise LayoutError(
                 f"the parts on {layout.placement} do not fit together in dim {dim}",
                 given=", ".join(f"rank {rank} {list(shape)}" for rank, shape in shapes.items()),
@@ -139,16 +139,16 @@ def _given_boxes(shapes: dict[int, tuple[int, ...]], layout: GlobalLayout) -> tu
         global_shape.append(start)
         for rank, coord in layout.placement.coords:
             starts[rank][dim] = at[tuple(coord[i] for i in axes)]
-    given = {rank: Box.of(shape).shift(starts[rank]) for rank, shape in shapes.items()}
-    return tuple(global_shape), given
+    box_of = {rank: Box.of(shape).shift(starts[rank]) for rank, shape in shapes.items()}
+    return tuple(global_shape), box_of
 
 
 def _check_copies(members: dict[int, dict[str, Any]], layout: GlobalLayout) -> None:
     copies: defaultdict[tuple[int, ...], dict[int, str]] = defaultdict(dict)
     for rank, coord in layout.placement.coords:
-        kept = tuple(i for i, one in zip(coord, layout.sbp, strict=True) if not one.is_replicate())
-        copies[kept][rank] = members[rank]["digest"]
-    differ = [sorted(found) for found in copies.values() if len(set(found.values())) > 1]
+        place = tuple(i for i, one in zip(coord, layout.sbp, strict=True) if not one.is_replicate())
+        copies[place][rank] = members[rank]["digest"]
+    differ = [sorted(digests) for digests in copies.values() if len(set(digests.values())) > 1]
     if differ:
         raise LayoutError(
             "the ranks of a broadcast axis give different values",

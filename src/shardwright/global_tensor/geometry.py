@@ -59,14 +59,14 @@ def terms(layout: GlobalLayout) -> dict[int, int]:
 
     All numbers are 0 for a layout without partial sums.
     """
-    found = {}
+    term_of = {}
     for rank, coord in layout.placement.coords:
         term = 0
         for one, size, index in zip(layout.sbp, layout.placement.shape, coord, strict=True):
             if one.is_partial():
                 term = term * size + index
-        found[rank] = term
-    return found
+        term_of[rank] = term
+    return term_of
 
 
 def is_partial(layout: GlobalLayout) -> bool:

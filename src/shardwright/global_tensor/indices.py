@@ -28,22 +28,23 @@ def with_lists(x: GlobalTensor, index: Any) -> Any:
 
     Raises: IndexError: a list that does not fit its dim. It is raised on every rank, so that no rank waits for another.
     """
-    given = index if isinstance(index, tuple) else (index,)
-    if isinstance(index, list) and any(isinstance(each, list) for each in index):
+    entries = index if isinstance(index, tuple) else (index,)
+    if isinstance(index, list) and any(isinstance(entry, list) for entry in index):
         return index  # torch is changing the meaning of nested lists, so they are left to it
-    if not any(isinstance(each, list) and _is_flat(each) for each in given):
+    if not any(isinstance(entry, list) and _is_flat(entry) for entry in entries):
         return index
-    takes, found, dim = [_num_dims(each) for each in given], [], 0  # ``dim``: the dim of x that the next entry indexes
-    for number, each in enumerate(given):
-        if each is Ellipsis:
+    # ``dim``: the dim of x that the next entry indexes
+    takes, new_entries, dim = [_num_dims(entry) for entry in entries], [], 0
+    for number, entry in enumerate(entries):
+        if entry is Ellipsis:
             dim = x.ndim - sum(takes[number:])
-        elif isinstance(each, list) and _is_flat(each):
-            found += _replicated(x, torch.tensor(each, dtype=None if each else torch.int64), dim)
+        elif isinstance(entry, list) and _is_flat(entry):
+            new_entries += _replicated(x, torch.tensor(entry, dtype=None if entry else torch.int64), dim)
             dim += takes[number]
             continue
-        found.append(each)
+        new_entries.append(entry)
         dim += takes[number]
-    return tuple(found)
+    return tuple(new_entries)
 
 
 def _is_flat(each: Sequence[Any]) -> bool:
@@ -73,7 +74,7 @@ def _replicated(x: GlobalTensor, table: Tensor, dim: int) -> list[Tensor]:
         if sizes and table.numel() and not -sizes[0] <= int(table.min()) <= int(table.max()) < sizes[0]:
             raise _misfit(f"{int(table.min())} to {int(table.max())}", f"{-sizes[0]} to {sizes[0] - 1} in dim {dim}")
     layout, device = GlobalLayout(x.placement, (broadcast,) * x.placement.ndim), x._local_tensor.device
-    return [wrap(local_part(each, layout, device), each.shape, layout) for each in tables]
+    return [wrap(local_part(tensor, layout, device), tensor.shape, layout) for tensor in tables]
 
 
 def _misfit(given: str, allowed: str) -> IndexError:

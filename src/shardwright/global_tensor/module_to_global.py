@@ -43,13 +43,13 @@ def module_to_global(module: Module, placement: Placement, sbp: Mapping[str, Sbp
     _check_kinds(module, sbp)
     check_placement(placement)
     _check_layers(module)
-    found = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    kinds = ((name, *_kind(x)) for name, x in found)
+    named_tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    kinds = ((name, *_kind(x)) for name, x in named_tensors)
     check_everywhere("the module, the placement or the sbp", [placement, sbp, *kinds])
-    layouts = {name: _layout(name, tensor, placement, sbp or {}) for name, tensor in found}
+    layouts = {name: _layout(name, tensor, placement, sbp or {}) for name, tensor in named_tensors}
     _check_patterns(list(sbp or {}), list(layouts))
     converted: dict[int, Tensor] = {}  # by the plain tensor's id: a tied parameter is converted once
-    for name, tensor in found:
+    for name, tensor in named_tensors:
         if id(tensor) not in converted:
             x = _from_first_rank(tensor.detach(), layouts[name])
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -69,8 +69,8 @@ def _layout(name: str, tensor: Tensor, placement: Placement, sbp: Mapping[str, S
             allowed="a module with values, on the first rank at least",
             fix="call module.to_empty(device='cpu') and initialise it, or run it once, first",
         )
-    given = next((one for pattern, one in sbp.items() if fnmatchcase(name, pattern)), (broadcast,) * placement.ndim)
-    return GlobalLayout(placement, checked_sbp(given, placement, tensor.ndim))
+    name_sbp = next((one for pattern, one in sbp.items() if fnmatchcase(name, pattern)), (broadcast,) * placement.ndim)
+    return GlobalLayout(placement, checked_sbp(name_sbp, placement, tensor.ndim))
 
 
 def _check_kinds(module: object, sbp: object) -> None:

@@ -149,7 +149,7 @@ def placement_of(mesh: DeviceMesh) -> Placement:
 def _grid(ranks: Any, given: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shape of nested lists, and their ranks in order; ``given`` is the outermost list, for errors."""
     if isinstance(ranks, (list, tuple, range)):
-        rows = [_grid(each, given) for each in ranks]
+        rows = [_grid(entry, given) for entry in ranks]
         shapes = {shape for shape, _ in rows} or {()}
         if len(shapes) > 1:
             raise _wrong("ranks that are no grid", given, "nested lists of equal lengths", "fill up the shorter rows")

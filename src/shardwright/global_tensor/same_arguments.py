@@ -22,7 +22,9 @@ def check_everywhere(what: str, items: Iterable[object]) -> None:
 
     Traffic: one all-reduce of two numbers; if ranks differ, the texts are gathered too.
     """
-    check_agreement(everyone_here(), [str(each) for each in items], lambda found: disagreement(what, str(found)))
+    check_agreement(
+        everyone_here(), [str(value) for value in items], lambda difference: disagreement(what, str(difference))
+    )
 
 
 def check_source(x: DTensor, layout: GlobalLayout) -> None:
@@ -45,11 +47,11 @@ def check_source(x: DTensor, layout: GlobalLayout) -> None:
     held, expected = list(x._local_tensor.shape), list(local_shape(tuple(x.shape), layout, current_world().rank))
     is_wrong = current_world().rank in layout.placement and held != expected
     # gathered even where this rank's slice is right: all ranks must raise, or none
-    for rank, (given, allowed) in enumerate(gather_json(everyone_here(), [held, expected] if is_wrong else [0, 0])):
-        if given != allowed:
+    for rank, (shape, allowed) in enumerate(gather_json(everyone_here(), [held, expected] if is_wrong else [0, 0])):
+        if shape != allowed:
             raise LayoutError(
                 "a DTensor is not cut as torch.chunk cuts",
-                given=f"{given} of {list(x.shape)} on rank {rank}",
+                given=f"{shape} of {list(x.shape)} on rank {rank}",
                 allowed=f"{allowed} there",
                 fix="redistribute it to Replicate() first",
             )

@@ -70,15 +70,15 @@ def checked_sbp(sbp: Sbps, placement: Placement, num_dims: int) -> tuple[Sbp, ..
     >>> checked_sbp(split(-1), placement("cpu", [0, 1]), 2)
     (Shard(dim=1),)
     """
-    given = (sbp,) if isinstance(sbp, Sbp) or not isinstance(sbp, Sequence) else tuple(sbp)
-    if len(given) != placement.ndim:
+    entries = (sbp,) if isinstance(sbp, Sbp) or not isinstance(sbp, Sequence) else tuple(sbp)
+    if len(entries) != placement.ndim:
         raise LayoutError(
             "one sbp is needed for each axis of the placement",
-            given=f"{len(given)} for {placement}, which has {placement.ndim}: {sbp!r}",
+            given=f"{len(entries)} for {placement}, which has {placement.ndim}: {sbp!r}",
             allowed=f"{placement.ndim}",
             fix=f"write ({', '.join(['broadcast'] * placement.ndim)},) and change the axes that cut the tensor",
         )
-    return tuple(_checked(one, num_dims) for one in given)
+    return tuple(_checked(one, num_dims) for one in entries)
 
 
 def checked_grad_sbp(sbp: Sbps, tensor_sbp: Sequence[Sbp], placement: Placement, num_dims: int) -> tuple[Sbp, ...]:
@@ -89,16 +89,16 @@ def checked_grad_sbp(sbp: Sbps, tensor_sbp: Sequence[Sbp], placement: Placement,
 
     Raises: LayoutError: as :func:`checked_sbp`, or a gradient that is split differently.
     """
-    found = checked_sbp(sbp, placement, num_dims)
-    if any(one != mine and (is_split(one) or is_split(mine)) for one, mine in zip(found, tensor_sbp, strict=True)):
+    grad_sbp = checked_sbp(sbp, placement, num_dims)
+    if any(one != mine and (is_split(one) or is_split(mine)) for one, mine in zip(grad_sbp, tensor_sbp, strict=True)):
         whole = sbp_text([one if is_split(one) else broadcast for one in tensor_sbp])
         raise LayoutError(
             "the gradient of a rank's own part has another shape than the part",
-            given=f"{sbp_text(found)}, for a part of {sbp_text(tensor_sbp)}",
+            given=f"{sbp_text(grad_sbp)}, for a part of {sbp_text(tensor_sbp)}",
             allowed=f"{whole}; partial_sum for broadcast",
             fix=f"leave it out, or write {whole}; x.to_global(grad_sbp=...) takes any",
         )
-    return found
+    return grad_sbp
 
 
 def _checked(one: object, num_dims: int) -> Sbp:

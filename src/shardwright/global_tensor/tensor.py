@@ -119,10 +119,10 @@ class GlobalTensor(DTensor):
     def data(self, new: Tensor) -> None:
         expected = (global_layout_of(self), self.shape, self.dtype)
         if not isinstance(new, GlobalTensor) or (global_layout_of(new), new.shape, new.dtype) != expected:
-            given = str(global_layout_of(new)) if isinstance(new, DTensor) else "a plain tensor"
+            layout_text = str(global_layout_of(new)) if isinstance(new, DTensor) else "a plain tensor"
             raise LayoutError(
                 "'.data' of a global tensor is set to a tensor of another layout, shape or dtype",
-                given=f"{given}, {new.dtype} {list(new.shape)}",
+                given=f"{layout_text}, {new.dtype} {list(new.shape)}",
                 allowed=f"a global tensor on {global_layout_of(self)}, {self.dtype} {list(self.shape)}",
                 fix="write x.to_local().copy_(part) for each member's part, or make a new tensor",
             )
@@ -350,10 +350,10 @@ def check_gradient(grad: Tensor, placement: Placement) -> None:
     For example, a plain tensor passed to ``y.backward`` is refused.
     """
     if not isinstance(grad, GlobalTensor) or grad.placement != placement:
-        given = str(grad.placement) if isinstance(grad, GlobalTensor) else "a plain tensor"
+        placement_text = str(grad.placement) if isinstance(grad, GlobalTensor) else "a plain tensor"
         raise LayoutError(
             "the gradient given for a global tensor is not on its placement",
-            given=f"{given}, for a tensor on {placement}",
+            given=f"{placement_text}, for a tensor on {placement}",
             allowed="a global tensor on the same placement",
             fix="write y.backward(torch.ones_like(y)), or to_global(grad, placement, sbp) for it",
         )

@@ -68,11 +68,11 @@ class ModuleRecorder:
 
 def recorded_values(tensor: Tensor) -> RecordedValues | None:
     """Returns the record of how a module's constructor filled a tensor, or None if it was not recorded."""
-    found: RecordedValues | None = getattr(tensor, RECORDED, None)
-    if found is None and tensor.is_meta and tensor.layout is strided:
+    record: RecordedValues | None = getattr(tensor, RECORDED, None)
+    if record is None and tensor.is_meta and tensor.layout is strided:
         written, number = getattr(tensor.untyped_storage(), RECORDED, (None, 0))
-        found = None if written is None else RecordedValues(written, view_of(tensor, number))
-    return found
+        record = None if written is None else RecordedValues(written, view_of(tensor, number))
+    return record
 
 
 def keep_record(tensor: Tensor, copy: Tensor) -> Tensor:

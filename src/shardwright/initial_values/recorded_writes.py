@@ -118,7 +118,7 @@ class RecordedWrites:
 
         The result is None if no call has written that storage in full, or one whose values these calls read.
         """
-        found: set[int] = set()
+        places: set[int] = set()
         to_visit = [(storage, len(self.calls))]
         while to_visit:
             number, before = to_visit.pop()
@@ -126,14 +126,14 @@ class RecordedWrites:
                 if place >= before:
                     continue
                 call = self.calls[place]
-                if place not in found:
-                    found.add(place)
+                if place not in places:
+                    places.add(place)
                     to_visit += [(other, place) for other in call.reads]
                 if number in call.overwrites:
                     break
             else:
                 return None
-        return sorted(found)
+        return sorted(places)
 
 
 @dataclass

@@ -108,8 +108,8 @@ class WriteRecorder(DispatchMode):
         named, name = dict(kwargs or {}), function.overloadpacket.__name__
         if name in _ANSWERS:
             return function(*(self.read(a) if isinstance(a, Tensor) and a.is_meta else a for a in args), **named)
-        given = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
-        on_meta = makes_meta(named) or any(tensor.is_meta for tensor in given)
+        tensors = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
+        on_meta = makes_meta(named) or any(tensor.is_meta for tensor in tensors)
         draws = torch.Tag.nondeterministic_seeded in function.tags
         generator = named.get("generator")
         if on_meta and draws and generator is not None:
@@ -124,9 +124,9 @@ class WriteRecorder(DispatchMode):
 
         If ``tensor`` is written to afterwards, :meth:`check_kept` raises.
         """
-        found = tensor.to("meta")
+        meta_copy = tensor.to("meta")
         self._copied.append((tensor, len(self.written.calls) - 1))
-        return found
+        return meta_copy
 
     def array(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Returns ``array``, which holds the values of a meta tensor, and notes its bytes.
@@ -190,19 +190,19 @@ class WriteRecorder(DispatchMode):
 
     def _note(self, function: Any, args: Any, named: dict[str, Any], results: Any, *, draws: bool) -> None:
         name, written = function.overloadpacket.__name__, written_arguments(function, args, named, Tensor)
-        made = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
-        if not any(tensor.is_meta for tensor in (*written, *made)):
+        outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
+        if not any(tensor.is_meta for tensor in (*written, *outputs)):
             return
-        known = {tensor.untyped_storage()._cdata for tensor in written}
-        new = [None if t.untyped_storage()._cdata in known or not t.is_meta else self._view(t) for t in made]
+        storages = {tensor.untyped_storage()._cdata for tensor in written}
+        new = [None if t.untyped_storage()._cdata in storages or not t.is_meta else self._view(t) for t in outputs]
         targets = [self._view(tensor) for tensor in written if tensor.is_meta]
         fills = draws or name in _FILLS
         overwrites = {view.storage for view in targets if fills and view.is_whole()} | {v.storage for v in new if v}
         writes = {view.storage for view in targets} | overwrites
         args, named = tree_map_only(Tensor, self._argument, (args, named))
         leaves = tree_leaves((args, named), is_leaf=lambda leaf: isinstance(leaf, StorageView))
-        given = Counter(leaf.storage for leaf in leaves if isinstance(leaf, StorageView))
-        reads = given - Counter(view.storage for view in targets)  # one that is read and written is given twice
+        counts = Counter(leaf.storage for leaf in leaves if isinstance(leaf, StorageView))
+        reads = counts - Counter(view.storage for view in targets)  # one that is read and written is given twice
         by_default = draws and named.get("generator") is None
         self._num_draws += by_default
         call = WriteCall(
@@ -340,5 +340,5 @@ def _is_data(given: Any) -> bool:
 def _as_tensor(index: Any) -> Any:
     if not _is_data(index):
         return index
-    found = torch.as_tensor(index, device="cpu")
-    return found if found.numel() else found.long()  # a list of nothing would be of floats
+    tensor = torch.as_tensor(index, device="cpu")
+    return tensor if tensor.numel() else tensor.long()  # a list of nothing would be of floats

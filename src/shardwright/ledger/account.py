@@ -162,8 +162,8 @@ def predict_memory(
     >>> account.at_peak()["parameters"], account.at_peak()["gradients"]
     (80, 80)
     """
-    given = dict(optimizer=optimizer, ranks=ranks, device=device, **options)
-    with rehearsed(job, layout, rank, batch, **given) as (run, microbatch, steps):
+    arguments = dict(optimizer=optimizer, ranks=ranks, device=device, **options)
+    with rehearsed(job, layout, rank, batch, **arguments) as (run, microbatch, steps):
         return measure_memory(run, microbatch, steps, device)
 
 
@@ -198,10 +198,10 @@ def rehearsed(
     """
     with ExitStack() as inside:
         with rehearsal_errors_explained():
-            given = inside.enter_context(
+            rehearsal = inside.enter_context(
                 _rehearsed(job, layout, rank, batch, optimizer, ranks, device, planned, first_step, options)
             )
-        yield given  # what the caller's block raises is the caller's
+        yield rehearsal  # what the caller's block raises is the caller's
 
 
 @contextmanager
@@ -239,8 +239,8 @@ def _rehearsed(
     # a part is a view of the whole batch, as in a run on the CPU; values are kept where the model's code needs them
     moved: dict[int, Tensor] = {}  # the labels of a model that computes its loss are among its inputs too
     on_meta_device = map_tensors(batch, lambda tensor: moved.setdefault(id(tensor), tensor.to("meta")))
-    given = cloned(batch[0]) if run.plan.reads_values else on_meta_device[0]
-    (microbatch,) = run.shard([(given, on_meta_device[1])])
+    inputs = cloned(batch[0]) if run.plan.reads_values else on_meta_device[0]
+    (microbatch,) = run.shard([(inputs, on_meta_device[1])])
     if run.plan.stages is not None:
         # the fake backend delivers nothing, so this stage is given the shapes that the other stages would send
         crossing = planned.crossing
@@ -271,8 +271,8 @@ def _rehearsed(
 def _crossing(job: Job, run: Run, microbatch: Microbatch, num_global: int) -> list[Mapping[str, Any]]:
     apart = job._replace(model=narrow_model(without_storage(job.model), run.plan), loss=without_storage(job.loss))
     inputs = [piece.inputs for piece in run.pieces(microbatch)]
-    given = (apart, run.plan, choose(run.plan.layout), inputs, num_global, run.coord, microbatch.num_tokens)
-    return [each.values for each in values_crossing(*given)]
+    arguments = (apart, run.plan, choose(run.plan.layout), inputs, num_global, run.coord, microbatch.num_tokens)
+    return [rehearsal.values for rehearsal in values_crossing(*arguments)]
 
 
 def _trainable(run: Run) -> list[nn.Parameter]:

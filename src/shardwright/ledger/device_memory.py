@@ -101,12 +101,12 @@ def beside_tensors(
     >>> beside_tensors(DeviceMemory(), "cuda", 2, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_MAX_NCHANNELS": "4"})
     {'rounding': 0, 'segments': 0, 'workspace': 67108864, 'nccl': 33554432}
     """
-    found = {"rounding": memory.rounding_bytes, "segments": memory.segment_bytes - memory.most_bytes}
+    estimates = {"rounding": memory.rounding_bytes, "segments": memory.segment_bytes - memory.most_bytes}
     if devices.backend_of(kind) == "nccl":
-        found["workspace"] = NUM_WORKSPACES * workspace_bytes(environment)
+        estimates["workspace"] = NUM_WORKSPACES * workspace_bytes(environment)
         channels = int(environment.get("NCCL_MAX_NCHANNELS", NUM_CHANNELS))
-        found["nccl"] = num_communicators * channels * int(environment.get("NCCL_BUFFSIZE", 4 * 2**20))
-    return found
+        estimates["nccl"] = num_communicators * channels * int(environment.get("NCCL_BUFFSIZE", 4 * 2**20))
+    return estimates
 
 
 def workspace_bytes(environment: Mapping[str, str] = os.environ) -> int:
@@ -117,8 +117,8 @@ def workspace_bytes(environment: Mapping[str, str] = os.environ) -> int:
     >>> workspace_bytes({"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}) == (2 * 4096 + 8 * 16) * 1024
     True
     """
-    given = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    buffers = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
     generation = devices.generation()
-    if not given:
-        given = [(4096, 8)] if generation is None or generation >= 9 else [(4096, 2), (16, 8)]
-    return sum(int(size) * int(number) for size, number in given) * 1024
+    if not buffers:
+        buffers = [(4096, 8)] if generation is None or generation >= 9 else [(4096, 2), (16, 8)]
+    return sum(int(size) * int(number) for size, number in buffers) * 1024

@@ -192,8 +192,8 @@ class Tracker(TorchDispatchMode):
     def run(self, function: Any, args: Any, named: Mapping[str, Any]) -> Any:
         """Runs an operator, tracks the storages that it allocates or resizes, and returns its results."""
         self._remove_freed()
-        given = tensors_of((args, named) if named else args)
-        for tensor in given:
+        tensors = tensors_of((args, named) if named else args)
+        for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._entries:
                 self._add(storage, "")  # older than the tracker and never registered: entered, but in no kind
@@ -206,7 +206,7 @@ class Tracker(TorchDispatchMode):
                 self._add(storage, self._kind())
                 has_grown = True
         if function._schema.is_mutable:  # resize_ and set_ change the storage of an argument
-            has_grown |= max(map(self._update_size, given), default=False)
+            has_grown |= max(map(self._update_size, tensors), default=False)
         if has_grown:
             self.mark()
         return result

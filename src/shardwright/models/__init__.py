@@ -156,7 +156,7 @@ def build_with_loss(name: str, settings: Mapping[str, object]) -> tuple[nn.Modul
         parameters = inspect.signature(factory).parameters
     except (ValueError, TypeError):  # what is written in C may have no signature: then it refuses settings itself
         parameters = None
-    if parameters is not None and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+    if parameters is not None and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
         check_known(name, settings, list(parameters))
     try:
         hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
@@ -165,18 +165,18 @@ def build_with_loss(name: str, settings: Mapping[str, object]) -> tuple[nn.Modul
     arguments = {key: parse_value(key, value, hints.get(key)) for key, value in settings.items()}
     try:
         with FACTORY:
-            found = factory(**arguments)
+            product = factory(**arguments)
     except NoValuesError as failure:  # a PlanError too, which alone would not name the model
         raise _failed(name, failure) from failure
     except (LayoutError, PlanError):
         raise
     except Exception as failure:  # any Python code may run here
         raise _failed(name, failure) from failure
-    model, loss = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    model, loss = product if isinstance(product, tuple) and len(product) == 2 else (product, None)
     if not isinstance(model, nn.Module):
-        given = type(model).__name__
+        type_name = type(model).__name__
         allowed = "a function or class that returns a torch.nn.Module, or a pair of it and its loss"
-        raise PlanError(f"'{name}' makes no model", given=given, allowed=allowed, fix="return the module")
+        raise PlanError(f"'{name}' makes no model", given=type_name, allowed=allowed, fix="return the module")
     return model, loss
 
 
@@ -218,9 +218,9 @@ def _failed(name: str, failure: Exception) -> PlanError:
     frames = [f for f in traceback.extract_tb(failure.__traceback__) if not f.filename.startswith(_LIBRARIES)]
     where = f"\n           {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
     message = str(failure).strip().splitlines()[:1]
-    given = f"{type(failure).__name__}: {''.join(message)}{where}"
+    error_text = f"{type(failure).__name__}: {''.join(message)}{where}"
     what = f"'{name}' failed to build its model" + (" without values" if torch.empty(0).is_meta else "")
-    return PlanError(what, given=given, allowed=allowed, fix=fix)
+    return PlanError(what, given=error_text, allowed=allowed, fix=fix)
 
 
 def load_named(name: str) -> Callable[..., Any]:

@@ -76,13 +76,13 @@ def check_heads(width: int, num_heads: int, num_kv_heads: int, head_dim: int, *,
             fix=f"set num_kv_heads={fits}",
         )
     if not head_dim and width % num_heads:
-        given, fix = f"width={width}, num_heads={num_heads}", f"set width={-(-width // num_heads) * num_heads}"
+        settings, fix = f"width={width}, num_heads={num_heads}", f"set width={-(-width // num_heads) * num_heads}"
         allowed = "a width that num_heads divides, or a head_dim of your own"
-        raise PlanError("the width is no whole number of heads", given=given, allowed=allowed, fix=fix)
+        raise PlanError("the width is no whole number of heads", given=settings, allowed=allowed, fix=fix)
     head_dim = head_dim or width // num_heads
     if rotary and head_dim % 2:
-        given, fix = f"head_dim={head_dim}", f"set head_dim={head_dim + 1}"
-        raise PlanError("a rotation needs pairs of elements", given=given, allowed="an even head_dim", fix=fix)
+        settings, fix = f"head_dim={head_dim}", f"set head_dim={head_dim + 1}"
+        raise PlanError("a rotation needs pairs of elements", given=settings, allowed="an even head_dim", fix=fix)
 
 
 class Rotary(nn.Module):

@@ -75,13 +75,13 @@ class SumLoss(nn.Module):
         if weight is not None and weight.dtype != output.dtype:
             self.loss.weight = weight = weight.to(output.dtype)
         if not hasattr(self.loss, "ignore_index") or targets.is_floating_point():
-            each = self.loss(output, targets)
-            if each.numel() > max(output.numel(), targets.numel()):
+            losses = self.loss(output, targets)
+            if losses.numel() > max(output.numel(), targets.numel()):
                 check_same_shape("outputs", output.shape, "targets", targets.shape)
-            return each.sum(), torch.full((), each.numel(), dtype=torch.int64, device=each.device)
-        each, kept = self.loss(_classes_second(output, targets), targets), targets != self.loss.ignore_index
-        count = kept.sum() if weight is None else (weight[targets.where(kept, 0)] * kept).sum()
-        return each.sum(), count
+            return losses.sum(), torch.full((), losses.numel(), dtype=torch.int64, device=losses.device)
+        losses, mask = self.loss(_classes_second(output, targets), targets), targets != self.loss.ignore_index
+        count = mask.sum() if weight is None else (weight[targets.where(mask, 0)] * mask).sum()
+        return losses.sum(), count
 
 
 def _classes_second(output: Tensor, targets: Tensor) -> Tensor:
@@ -177,5 +177,5 @@ def _check_arguments(loss: Callable[..., Any]) -> None:
 
 def loss_for(loss: Any, model: nn.Module) -> nn.Module:
     """Returns :func:`as_loss` of a loss; a :class:`ModelLoss` also knows whether ``model`` predicts next tokens."""
-    found = as_loss(loss)
-    return found.for_model(model) if isinstance(found, ModelLoss) else found
+    loss_module = as_loss(loss)
+    return loss_module.for_model(model) if isinstance(loss_module, ModelLoss) else loss_module

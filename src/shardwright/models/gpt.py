@@ -62,8 +62,8 @@ class GPTConfig:
         check_sizes(self, 1, "vocabulary", "max_tokens", "num_layers", "num_heads", "width", "theta")
         check_sizes(self, 0, "num_kv_heads", "hidden")
         if self.num_layers > MOST_LAYERS:
-            given, fix = self.num_layers, "set num_layers=4"
-            raise PlanError("too many layers", given=given, allowed=f"1 to {MOST_LAYERS}", fix=fix)
+            num_layers, fix = self.num_layers, "set num_layers=4"
+            raise PlanError("too many layers", given=num_layers, allowed=f"1 to {MOST_LAYERS}", fix=fix)
         check_fraction("dropout", self.dropout)
         check_heads(self.width, self.num_heads, self.num_kv_heads, 0, rotary=self.style == "llama")
 

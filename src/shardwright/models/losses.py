@@ -91,10 +91,10 @@ def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
     pair = isinstance(result, tuple) and len(result) == 2
     if not pair or not isinstance(result[0], Tensor) or result[0].dim():
         parts = result if isinstance(result, tuple) else (result,)
-        each = (f"Tensor {tuple(p.shape)}" if isinstance(p, Tensor) and p.dim() else type(p).__name__ for p in parts)
+        texts = (f"Tensor {tuple(p.shape)}" if isinstance(p, Tensor) and p.dim() else type(p).__name__ for p in parts)
         raise PlanError(
             "a loss gives the sum over its targets and their count",
-            given=", ".join(each),
+            given=", ".join(texts),
             allowed="a pair (sum, count), the sum a tensor of one number",
             fix="return loss.sum(), targets.numel(), or for a mean over the targets write loss=sw.MeanLoss(function)",
         )
@@ -156,8 +156,8 @@ def check_same_shape(name: str, shape: torch.Size, other_name: str, other_shape:
       fix:     give targets the shape (2, 1)
     """
     if shape != other_shape:
-        given, fix = f"{tuple(shape)} and {tuple(other_shape)}", f"give {other_name} the shape {tuple(shape)}{or_else}"
-        raise PlanError(f"{name} and {other_name} differ in shape", given=given, allowed="equal shapes", fix=fix)
+        shapes, fix = f"{tuple(shape)} and {tuple(other_shape)}", f"give {other_name} the shape {tuple(shape)}{or_else}"
+        raise PlanError(f"{name} and {other_name} differ in shape", given=shapes, allowed="equal shapes", fix=fix)
 
 
 def cross_entropy_text(ignore_index: int, label_smoothing: float) -> str:
@@ -166,9 +166,9 @@ def cross_entropy_text(ignore_index: int, label_smoothing: float) -> str:
     >>> cross_entropy_text(-100, 0.1)
     'sw.CrossEntropy(label_smoothing=0.1)'
     """
-    given = [f"ignore_index={ignore_index}"] if ignore_index != -100 else []
-    given += [f"label_smoothing={label_smoothing}"] if label_smoothing else []
-    return f"sw.CrossEntropy({', '.join(given)})"
+    options = [f"ignore_index={ignore_index}"] if ignore_index != -100 else []
+    options += [f"label_smoothing={label_smoothing}"] if label_smoothing else []
+    return f"sw.CrossEntropy({', '.join(options)})"
 
 
 def check_tensors(output: object, targets: object, loss: str) -> None:
@@ -187,30 +187,30 @@ def check_tensors(output: object, targets: object, loss: str) -> None:
     for what, value in (("the model's output", output), ("the targets", targets)):
         if isinstance(value, Tensor):
             continue
-        given, part = type(value).__name__, ""
+        type_text, part = type(value).__name__, ""
         if isinstance(value, Mapping):
-            given += f" with {', '.join(map(str, value))}"
+            type_text += f" with {', '.join(map(str, value))}"
             part = f"[{'logits' if 'logits' in value else next(iter(value), '')!r}]"
         elif isinstance(value, tuple | list):
-            given += f" of {', '.join(type(each).__name__ for each in value)}"
+            type_text += f" of {', '.join(type(entry).__name__ for entry in value)}"
             part = "[0]"
         elif is_dataclass(value):
-            named = [each.name for each in fields(value) if isinstance(getattr(value, each.name), Tensor)]
-            given += f" with {', '.join(named)}"
+            named = [field.name for field in fields(value) if isinstance(getattr(value, field.name), Tensor)]
+            type_text += f" with {', '.join(named)}"
             part = f".{'logits' if 'logits' in named or not named else named[0]}"
         taken = [
-            f"{each}{part if value is other else ''}" for each, other in (("output", output), ("targets", targets))
+            f"{name}{part if value is other else ''}" for name, other in (("output", output), ("targets", targets))
         ]
         fix = "return it alone, or give a loss of your own: loss=lambda output, targets:\n           "
         fix += f"{loss}({', '.join(taken)})"
         if value is output and part.strip("[].'") == "logits" and isinstance(targets, Tensor) and targets.dim() > 1:
             fix += ".\n           Labels of causal language models are the tokens themselves, which the model shifts:"
             fix += f"\n           loss=sw.ModelLoss(), or {loss}(output{part}[:, :-1], targets[:, 1:])"
-        own = [n for n, each in enumerate(value if value is output and isinstance(value, tuple | list) else ())
-               if isinstance(each, Tensor) and not each.dim()]  # fmt: skip
-        if own:
+        scalars = [n for n, entry in enumerate(value if value is output and isinstance(value, tuple | list) else ())
+                   if isinstance(entry, Tensor) and not entry.dim()]  # fmt: skip
+        if scalars:
             fix += ".\n           If the model takes the targets too, and gives the mean of its own loss over them:"
-            fix += f"\n           loss=sw.MeanLoss(lambda output, targets: output[{own[0]}])"
+            fix += f"\n           loss=sw.MeanLoss(lambda output, targets: output[{scalars[0]}])"
         if what == "the targets" and value is None:
             fix = "give batches of pairs (inputs, targets)"
-        raise PlanError(f"the loss takes one tensor as {what}", given=given, allowed="a tensor", fix=fix)
+        raise PlanError(f"the loss takes one tensor as {what}", given=type_text, allowed="a tensor", fix=fix)

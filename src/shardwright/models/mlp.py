@@ -37,8 +37,8 @@ class MLPConfig:
     def __post_init__(self) -> None:
         if len(self.widths) < 2 or min(self.widths) < 1:
             width, allowed = max((1, *self.widths)), "two widths or more, each 1 or more"
-            given, fix = f"widths={self.widths}", f"set widths={width},{width}"
-            raise PlanError("these widths make no layer", given=given, allowed=allowed, fix=fix)
+            setting, fix = f"widths={self.widths}", f"set widths={width},{width}"
+            raise PlanError("these widths make no layer", given=setting, allowed=allowed, fix=fix)
         check_fraction("dropout", self.dropout)
 
 

@@ -96,13 +96,13 @@ class ModelLoss(nn.Module):
             return dict(batch), batch[self.labels]
         if isinstance(batch, tuple | list) and len(batch) == 2:
             return batch[0], batch[1]
-        given = f"{type(batch).__name__}" + (
+        batch_text = f"{type(batch).__name__}" + (
             f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
         )
         first = next(iter(batch), "images") if isinstance(batch, Mapping) else "images"
         raise PlanError(
             f"a batch has no '{self.labels}', from which the model computes its loss",
-            given=given,
+            given=batch_text,
             allowed=f"a mapping of the model's named inputs, '{self.labels}' among them",
             fix="write loss=sw.ModelLoss(labels=...), or a loss on the model's output: loss=sw.CrossEntropy(); if the "
             f"model takes no labels, and its loss is a mean over samples: loss=sw.ModelLoss({first!r}, over='samples')",
@@ -207,8 +207,8 @@ def loss_dtype(total: Tensor) -> torch.dtype:
     >>> loss_dtype(sum_of_mean(torch.tensor(1.0), torch.zeros(2))[0]), loss_dtype(torch.tensor(1.0).double())
     (torch.float32, torch.float64)
     """
-    found: torch.dtype = getattr(total, _DTYPE, total.dtype)
-    return found
+    dtype: torch.dtype = getattr(total, _DTYPE, total.dtype)
+    return dtype
 
 
 def loss_in(output: Any) -> Tensor | None:
@@ -221,18 +221,18 @@ def loss_in(output: Any) -> Tensor | None:
     """
     if isinstance(output, Tensor) and not output.dim():
         return output
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if found is None and isinstance(output, tuple) and output and isinstance(output[0], Tensor) and not output[0].dim():
-        found = output[0]
-    return found if isinstance(found, Tensor) else None
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple) and output and isinstance(output[0], Tensor) and not output[0].dim():
+        loss = output[0]
+    return loss if isinstance(loss, Tensor) else None
 
 
 def _loss_of(output: Any) -> Tensor:
-    found = loss_in(output)
-    if found is None and isinstance(output, tuple):  # who takes it for the loss says so by ModelLoss; it may be a term
-        numbers = [each for each in output if isinstance(each, Tensor) and not each.dim()]
-        found = numbers[0] if len(numbers) == 1 else None
-    if found is None:
+    loss = loss_in(output)
+    if loss is None and isinstance(output, tuple):  # who takes it for the loss says so by ModelLoss; it may be a term
+        numbers = [entry for entry in output if isinstance(entry, Tensor) and not entry.dim()]
+        loss = numbers[0] if len(numbers) == 1 else None
+    if loss is None:
         named = f" with {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
         raise PlanError(
             "the model's output has no loss",
@@ -240,4 +240,4 @@ def _loss_of(output: Any) -> Tensor:
             allowed="an attribute or entry 'loss', a number alone, or a tuple in which it is first or the one number",
             fix="pass the labels among the inputs, or give a loss on the output: loss=sw.CrossEntropy()",
         )
-    return found
+    return loss

@@ -227,7 +227,7 @@ class _BatchNormMode(TorchFunctionMode):
         bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
     ) -> Tensor:  # fmt: skip
         wide = torch.promote_types(input.dtype, torch.float32)
-        w_C, b_C = (None if each is None else each.to(wide) for each in (weight, bias))
+        w_C, b_C = (None if parameter is None else parameter.to(wide) for parameter in (weight, bias))
         part = tagged(input)
         if training:
             y, count, mean_C, m2_C = shared_batch_norm(input, w_C, b_C, eps=eps, axes=self.axes)

@@ -98,9 +98,9 @@ class _Halo(Function):
         ctx.axis, ctx.dim, ctx.reading, ctx.before = axis, into.dim, reading, into.before
         me, dim, x = axis.index, into.dim, x.detach()
         sent = {to: _slices(x, dim, reading.held[me], reading.given(me, to)) for to in _others(axis)}
-        found = _exchange(axis, x, dim, sent, {source: reading.given(source, me) for source in _others(axis)})
-        found[me] = _slices(x, dim, reading.held[me], reading.given(me, me))
-        into.parts = [found[holder].pop(0) for holder, _ in reading.pieces(me)] or [x.narrow(dim, 0, 0)]
+        rows_by_holder = _exchange(axis, x, dim, sent, {source: reading.given(source, me) for source in _others(axis)})
+        rows_by_holder[me] = _slices(x, dim, reading.held[me], reading.given(me, me))
+        into.parts = [rows_by_holder[holder].pop(0) for holder, _ in reading.pieces(me)] or [x.narrow(dim, 0, 0)]
         whole = into.joined()
         return whole.view_as(whole) if whole is into.parts[0] else whole
 
@@ -109,17 +109,17 @@ class _Halo(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         axis, dim, reading = ctx.axis, ctx.dim, ctx.reading
         me = axis.index
-        found: dict[int, list[Tensor]] = {index: [] for index in range(axis.size)}
+        dy_by_holder: dict[int, list[Tensor]] = {index: [] for index in range(axis.size)}
         start = ctx.before
         for holder, (a, b) in reading.pieces(me):
-            found[holder].append(dy.narrow(dim, start, b - a))
+            dy_by_holder[holder].append(dy.narrow(dim, start, b - a))
             start += b - a
-        sent = {to: found[to] for to in _others(axis)}
+        sent = {to: dy_by_holder[to] for to in _others(axis)}
         received = _exchange(axis, dy, dim, sent, {source: reading.given(me, source) for source in _others(axis)})
         held = reading.held[me]
         dx = dy.new_zeros(_shape(dy, dim, held[1] - held[0]))
         for source in (me, *_others(axis)):
-            gradients = found[me] if source == me else received[source]
+            gradients = dy_by_holder[me] if source == me else received[source]
             # one by one: several members, or several windows of one, may read the same row
             for part, gradient in zip(_slices(dx, dim, held, reading.given(me, source)), gradients, strict=True):
                 part.add_(gradient)
@@ -133,13 +133,13 @@ def _exchange(
 
     ``runs`` are the rows that each member sends here. Where there are no rows, no message is sent.
     """
-    rows = {source: [stop - first for first, stop in each] for source, each in runs.items()}
+    rows = {source: [stop - first for first, stop in ranges] for source, ranges in runs.items()}
     received = axis.send_and_receive_async(
         {to: _concatenate(parts, like, dim) for to, parts in sent.items()},
-        {source: _shape(like, dim, sum(each)) for source, each in rows.items()},
+        {source: _shape(like, dim, sum(counts)) for source, counts in rows.items()},
         like.dtype,
     ).wait()
-    return {source: list(received[source].split(each, dim)) if each else [] for source, each in rows.items()}
+    return {source: list(received[source].split(counts, dim)) if counts else [] for source, counts in rows.items()}
 
 
 def _others(axis: Axis) -> list[int]:

@@ -275,23 +275,23 @@ def compilable(layer: nn.Module, product: GridProduct) -> GridProduct:
     def run(x: Tensor, w_hk: Tensor, bias_h: Tensor | None) -> list[Tensor]:
         saved: list[Tensor] = []
         ctx = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
-        y = _GridLinear.forward(ctx, x, w_hk, bias_h, made, (w_hk,))
+        y = _GridLinear.forward(ctx, x, w_hk, bias_h, copy, (w_hk,))
         whole_w_hk, *panels = saved
-        return [y, *panels[: made.keep and call.gathers], *([whole_w_hk] if made.keep and made.fetch else [])]
+        return [y, *panels[: copy.keep and call.gathers], *([whole_w_hk] if copy.keep and copy.fetch else [])]
 
     def reverse(
         dy: Tensor, operand: Tensor, w_hk: Tensor, shape: torch.Size, kept: bool, needs: Sequence[bool]
     ) -> list[Tensor]:
-        assert made.weight is not None, "the product of a layer has a weight"
-        ctx = SimpleNamespace(product=made, owner=made.weight(), x_shape=shape, needs_input_grad=needs)
-        ctx.take, ctx.give = steps(made.take, shape), steps(made.give, shape)
-        ctx.saved_tensors = w_hk, operand if kept else matrix(operand, made.dim)
-        found = _GridLinear.backward(ctx, dy)[:3]
-        return [dy.new_empty(0) if each is None else each for each in found]
+        assert copy.weight is not None, "the product of a layer has a weight"
+        ctx = SimpleNamespace(product=copy, owner=copy.weight(), x_shape=shape, needs_input_grad=needs)
+        ctx.take, ctx.give = steps(copy.take, shape), steps(copy.give, shape)
+        ctx.saved_tensors = w_hk, operand if kept else matrix(operand, copy.dim)
+        gradients = _GridLinear.backward(ctx, dy)[:3]
+        return [dy.new_empty(0) if gradient is None else gradient for gradient in gradients]
 
     call = TracedCall(product.take, product.give, run, reverse)
-    made = replace(product, traced=note_traced(layer, call))
-    return made
+    copy = replace(product, traced=note_traced(layer, call))
+    return copy
 
 
 def _start_fetch(w_hk: Tensor, product: GridProduct) -> Pending[Tensor]:

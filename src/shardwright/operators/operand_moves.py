@@ -56,9 +56,9 @@ def steps(moves: Sequence[OperandMove], shape: Sequence[int]) -> tuple[MoveStep,
     >>> steps([OperandMove(None, "rows", lambda: (2, 1))], (2, 10, 8))[0].sizes
     (20, 10)
     """
-    each = prod(_other_dims(shape, rows_dim(moves)))
+    rows_each = prod(_other_dims(shape, rows_dim(moves)))
     return tuple(
-        MoveStep(axis, layout, tuple(n * each for n in sizes()) if layout == "rows" else sizes())
+        MoveStep(axis, layout, tuple(n * rows_each for n in sizes()) if layout == "rows" else sizes())
         for axis, layout, sizes, _ in moves
     )
 

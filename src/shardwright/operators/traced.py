@@ -117,9 +117,9 @@ def drops_twice(graph: torch.fx.GraphModule) -> bool:
     Such code must not be compiled: each call has a mask of its own, and a compiler may reorder the calls, or repeat
     those of a checkpointed part in the backward.
     """
-    parts = [each for each in graph.modules() if isinstance(each, torch.fx.GraphModule)]
-    found = [[n.args[1] for n in part.graph.nodes if n.target is torch.ops.shardwright.factors] for part in parts]
-    return len({*found[0]}) < len(found[0]) or any(found[1:])
+    parts = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+    keys = [[n.args[1] for n in part.graph.nodes if n.target is torch.ops.shardwright.factors] for part in parts]
+    return len({*keys[0]}) < len(keys[0]) or any(keys[1:])
 
 
 class _Product(Function):
@@ -129,21 +129,23 @@ class _Product(Function):
         settings: tuple[int, bool, int, bool, bool], needs: tuple[bool, bool, bool], returned: tuple[bool, bool, bool],
     ) -> Tensor:  # fmt: skip
         *_, keeps_x, keeps_w = settings
-        found = torch.ops.shardwright.product(x, w_hk, bias_h, key, *settings)
-        ctx.save_for_backward(found[1] if keeps_x else x, found[-1] if keeps_w else w_hk, w_hk, key)
+        outputs = torch.ops.shardwright.product(x, w_hk, bias_h, key, *settings)
+        ctx.save_for_backward(outputs[1] if keeps_x else x, outputs[-1] if keeps_w else w_hk, w_hk, key)
         ctx.shape, ctx.kept, ctx.needs, ctx.returned, ctx.num_out = x.shape, keeps_x, needs, returned, settings[2]
-        return cast(Tensor, found[0])
+        return cast(Tensor, outputs[0])
 
     @staticmethod
     @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         operand, whole_w, w_hk, key = ctx.saved_tensors
         shapes = (ctx.shape, w_hk.shape, (ctx.num_out,))
-        sizes = [list(each) if given else [0] for each, given in zip(shapes, ctx.returned, strict=True)]
-        found = torch.ops.shardwright.product_backward(
+        sizes = [list(shape) if is_returned else [0] for shape, is_returned in zip(shapes, ctx.returned, strict=True)]
+        gradients = torch.ops.shardwright.product_backward(
             dy, operand, whole_w, key, ctx.shape, ctx.kept, ctx.needs, *sizes
         )
-        dx, dw, dbias = (each if given else None for each, given in zip(found, ctx.returned, strict=True))
+        dx, dw, dbias = (
+            gradient if is_returned else None for gradient, is_returned in zip(gradients, ctx.returned, strict=True)
+        )
         return dx, dw, dbias, None, None, None, None
 
 
@@ -167,7 +169,7 @@ def _call_of(key: Tensor) -> TracedCall:
 
 def _apart(results: list[Tensor]) -> list[Tensor]:
     """Returns the results contiguous, as compiled code expects them."""
-    return [each.contiguous() for each in results]
+    return [result.contiguous() for result in results]
 
 
 def _product(
@@ -200,7 +202,7 @@ def _product_backward_shapes(
     dy: Tensor, operand: Tensor, w: Tensor, key: Tensor, shape: Sequence[int], kept: bool, needs: Sequence[bool],
     *sizes: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
-    return [dy.new_empty(each) for each in sizes]
+    return [dy.new_empty(size) for size in sizes]
 
 
 def _take(x: Tensor, key: Tensor, dim: int) -> Tensor:

@@ -102,7 +102,7 @@ class CallGuard:
 
             return run
 
-        callers = ", ".join(each or "the model" for each in sorted(allowed.callers))
+        callers = ", ".join(caller or "the model" for caller in sorted(allowed.callers))
         wrap(module, Rung.CALLERS, f"called by {callers} alone", by=self.by, around=around)
 
     def _is_allowed(self, allowed: AllowedCallers) -> bool:
@@ -179,7 +179,7 @@ class GhostWeight(Tensor):
 
         Raises: PlanError: any other function is called with the stand-in.
         """
-        weight, path, name = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))._of
+        weight, path, name = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))._of
         if func in _SAME_OF_SHARDS:
             return func(weight)
         raise PlanError(
@@ -193,7 +193,7 @@ class GhostWeight(Tensor):
 _PROPERTIES = (Tensor.dtype, Tensor.device, Tensor.requires_grad, Tensor.is_meta, Tensor.layout, Tensor.ndim)
 # union-attr: torch's type stubs declare these properties, which C defines, as plain attributes without a getter
 _SAME_OF_SHARDS = frozenset(
-    (*(each.__get__ for each in _PROPERTIES),  # type: ignore[union-attr]
+    (*(descriptor.__get__ for descriptor in _PROPERTIES),  # type: ignore[union-attr]
      Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.dim, Tensor.get_device,
      torch.is_floating_point, torch.is_complex)
 )  # fmt: skip
@@ -209,10 +209,10 @@ def _guarded_kind(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
     def reader(name: str) -> property:
         def read(self: nn.Module) -> Tensor | None:
             path, forward = vars(self)[_GUARD]
-            for held in (self._parameters, vars(self)):
-                if name in held:
-                    found: Tensor | None = held[name]
-                    return GhostWeight.of(found, path, name) if forward.active and found is not None else found
+            for namespace in (self._parameters, vars(self)):
+                if name in namespace:
+                    weight: Tensor | None = namespace[name]
+                    return GhostWeight.of(weight, path, name) if forward.active and weight is not None else weight
             raise AttributeError(name)
 
         def write(self: nn.Module, value: Any) -> None:  # in place of a parameter that was removed, as pruning does

@@ -159,15 +159,15 @@ def parallelize(
     check_model(model)
     check_names(model, layout)
     example = as_tensors(example)
-    given, loss = loss, copied_loss(loss_for(loss, model), model)
+    user_loss, loss = loss, copied_loss(loss_for(loss, model), model)
     check_loss(loss)
-    follow_settings(given, loss)
+    follow_settings(user_loss, loss)
     with PLANNING, left_untouched(model, replaced_only=True):
-        own = structural_copy(model)
-        check_apart(model, own)
+        copy = structural_copy(model)
+        check_apart(model, copy)
         if num_tokens is None:
             num_tokens = NUM_TOKENS if example is None else tokens_of(example, layout)
-        job = job_for(own, loss, layout, example, num_tokens, roles)._replace(
+        job = job_for(copy, loss, layout, example, num_tokens, roles)._replace(
             seconds=seconds, offload_folder=None if offload_folder is None else Path(offload_folder)
         )
         plan, chosen = make_plan(job, layout, strategies)
@@ -235,14 +235,14 @@ def _crossing(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, in
     """
     if not set(crossing_pairs(plan.mesh, world.nodes) if world.nodes else ()) & set(mesh_axes("operators")):
         return []
-    found = None
+    num_bytes = None
     if inputs is not None:
         # one rank alone counts, in a forward of the user's code on the meta device: a warning must end no run
         with contextlib.suppress(Exception):
             traffic = StepTraffic(job, plan, chosen, inputs).at(plan.mesh.coord(0))
-            calls = [call for each in traffic.values() for call in each]
-            found = bytes_between(plan.mesh, world.nodes, lambda _: calls, range(world.size))
-    return node_warnings(plan.mesh, world.nodes, found)
+            calls = [call for strategy_calls in traffic.values() for call in strategy_calls]
+            num_bytes = bytes_between(plan.mesh, world.nodes, lambda _: calls, range(world.size))
+    return node_warnings(plan.mesh, world.nodes, num_bytes)
 
 
 def _run_of(
@@ -283,7 +283,7 @@ def _run_of(
     support_empty_batches(job.model)
     job, added = apply_in_turn(chosen, job, axes, plan)
     applied = list(added)
-    stored = {name: parameter for each in applied for name, parameter in each.parameters.items()}
+    stored = {name: parameter for strategy in applied for name, parameter in strategy.parameters.items()}
     if mixed:
         # after the strategies: parameters whose state ZeRO shards have their master weights there already
         masters = MasterWeights(job.model, plan, stored)
@@ -297,15 +297,15 @@ def _run_of(
         owner = next((s.name for s in chosen if names[0] in known[s.axis].all_mesh_axes), "core")
         return axes["+".join(names)].for_strategy(owner)
 
-    ready = [each.summed for each in applied]
+    ready = [strategy.summed for strategy in applied]
     sync = GradientSync(job.model, plan, coord, sync_axis, stored, lambda group: all(check(group) for check in ready))
     # after every strategy, so that the modules that run again in the backward are the sharded ones
     compile_blocks(job, plan, draws_are_known=draws is not None)
     checkpoint_activations(job, plan)
     offload_activations(job, plan, applied, axes["world"])
-    events = [*(each.events for each in applied), sync.events()]
-    late = frozenset[str]().union(*(each.late for each in applied))
-    work = next((each.work for each in applied if each.work is not None), None)
+    events = [*(strategy.events for strategy in applied), sync.events()]
+    late = frozenset[str]().union(*(strategy.late for strategy in applied))
+    work = next((strategy.work for strategy in applied if strategy.work is not None), None)
     buffer_writes = None if plan.layout.own_statistics else BufferWrites(job.model)
     executor = Executor(job.model, plan.param_groups, events, rng, shard, late, work, job.deferred, buffer_writes)
     join_by_hand(executor, plan, axes, shard)

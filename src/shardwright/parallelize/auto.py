@@ -126,9 +126,9 @@ def with_suggestions(error: GridError, job: Job, layout: Layout) -> LayoutError:
     factor = layout.factor("tp")
     if factor is None:
         return error
-    same = [each for each in islice(_factors(factor, factor.size), MAX_SUGGESTIONS) if _fits(job, layout, each)]
-    fewer = (each for n in _fewer_ranks(factor.size) for each in _extremes(factor, n) if _fits(job, layout, each))
-    lines = [str(each) for each in same or islice(fewer, 1)]
+    same = [grid for grid in islice(_factors(factor, factor.size), MAX_SUGGESTIONS) if _fits(job, layout, grid)]
+    fewer = (grid for n in _fewer_ranks(factor.size) for grid in _extremes(factor, n) if _fits(job, layout, grid))
+    lines = [str(grid) for grid in same or islice(fewer, 1)]
     fix = ", ".join(lines) + f", or dp{factor.size}" if lines else f"dp{factor.size}; no grid that was tried fits"
     fix = f"write {fix}" if job.example is not None else f"{EXAMPLE}, by which its operators are known; or write {fix}"
     return LayoutError(error.what, given=error.given, allowed=error.allowed, fix=fix)
@@ -142,8 +142,8 @@ def _fewer_ranks(num_ranks: int) -> list[int]:
 
 def _extremes(factor: Factor, num_ranks: int) -> list[Factor]:
     """Returns the most square and the least square grid of ``num_ranks`` ranks."""
-    found = list(_factors(factor, num_ranks))
-    return list(dict.fromkeys((found[0], found[-1])))
+    grids = list(_factors(factor, num_ranks))
+    return list(dict.fromkeys((grids[0], grids[-1])))
 
 
 def _factors(factor: Factor, num_ranks: int) -> Iterator[Factor]:
@@ -164,7 +164,7 @@ def _factors(factor: Factor, num_ranks: int) -> Iterator[Factor]:
 
 
 def _fits(job: Job, layout: Layout, factor: Factor) -> bool:
-    tried = replace(layout, factors=tuple(factor if each.axis == "tp" else each for each in layout.factors))
+    tried = replace(layout, factors=tuple(factor if other.axis == "tp" else other for other in layout.factors))
     plan = Plan.of(job, tried)
     try:
         for strategy in choose(tried):

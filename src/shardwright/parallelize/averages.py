@@ -113,7 +113,7 @@ class Averages:
                 allowed="one block, and another after its end",
                 fix="leave out the inner block: the parameters are the averages there already",
             )
-        pairs = [(p, found[KEY]) for p in self._parameters() if KEY in (found := self.optimizer.state.get(p, {}))]
+        pairs = [(p, state[KEY]) for p in self._parameters() if KEY in (state := self.optimizer.state.get(p, {}))]
         self._swap(pairs)
         self.is_applied = True
         try:

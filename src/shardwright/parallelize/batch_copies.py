@@ -44,6 +44,6 @@ class BatchCopy:
     def note_writes(self, microbatches: Sequence[Microbatch]) -> None:
         """Notes, after the first step, whether it has written to the tensors of its microbatches."""
         if not self._is_known:
-            tensors = tree_leaves([(each.inputs, each.targets) for each in microbatches])
-            written = (each._version for each in tensors if isinstance(each, Tensor) and not each.is_inference())
+            tensors = tree_leaves([(microbatch.inputs, microbatch.targets) for microbatch in microbatches])
+            written = (leaf._version for leaf in tensors if isinstance(leaf, Tensor) and not leaf.is_inference())
             self._is_known, self._copies = True, any(written)

@@ -55,12 +55,12 @@ class BatchParts:
         """
         if targets is None and isinstance(self._loss, ModelLoss):
             targets = self._loss.pair
-        found = pairs(batches, targets, self._model)
+        global_batches = pairs(batches, targets, self._model)
         if self._world.device.type in HOST:
-            return map(self._from_global, found)
+            return map(self._from_global, global_batches)
         if self._copies is None:
             self._copies = CopyStream(self._world.device)
-        return made_ahead(found, partial(self._from_global, copies=self._copies), self._copies)
+        return made_ahead(global_batches, partial(self._from_global, copies=self._copies), self._copies)
 
     def of_samples(self, inputs: Any, targets: Any, num_global: int | None) -> Microbatch:
         """Returns the part that has these inputs and targets, all samples of the rank in a batch of ``num_global``.
@@ -69,11 +69,11 @@ class BatchParts:
         """
         num_global = checked_number(num_global, inputs, targets)
         inputs, targets, share = as_tensors(inputs), as_tensors(targets), self.share(num_global)
-        given = num_rows((inputs, targets))
-        if given != len(share):
+        num_samples = num_rows((inputs, targets))
+        if num_samples != len(share):
             raise LayoutError(
                 "a part of a batch has another number of samples than this rank's share",
-                given=f"{given} samples of {num_global}, on rank {self._world.rank}",
+                given=f"{num_samples} samples of {num_global}, on rank {self._world.rank}",
                 allowed=f"{len(share)} samples: those of {share} in the batch",
                 fix="give only the samples of run.share(num_global), or the whole batches to run.shard",
             )

@@ -90,13 +90,13 @@ def _check_named(model: nn.Module, inputs: Any, targets: Targets, call: str) -> 
         return
     names = list(inspect.signature(model.forward).parameters)
     others = [f"batch[{name!r}]" for name in inputs]
-    found = others[0] if len(others) == 1 else f"({', '.join(others)})"
+    inputs_code = others[0] if len(others) == 1 else f"({', '.join(others)})"
     last = repr(targets) if isinstance(targets, str) else "'labels'"
     raise PlanError(
         f"the model's forward has no argument {strange[0]!r}, which a batch has",
         given=f"a dict with {', '.join(map(str, inputs))}, by which the model is called as model(**inputs)",
         allowed=f"arguments of the forward of {kind_of(model).__name__}: ({', '.join(names)})",
-        fix=f"rename the keys, or write {call}, targets=lambda batch: ({found}, batch[{last}]))",
+        fix=f"rename the keys, or write {call}, targets=lambda batch: ({inputs_code}, batch[{last}]))",
     )
 
 
@@ -106,10 +106,10 @@ def unknown_names(model: nn.Module, names: Iterable[Any]) -> list[Any]:
     >>> unknown_names(nn.Linear(3, 1), ["input", "x"])
     ['x']
     """
-    every = inspect.signature(model.forward).parameters
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in every.values()):
+    parameters = inspect.signature(model.forward).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []
-    return [name for name in names if name not in every]
+    return [name for name in names if name not in parameters]
 
 
 def _split(batch: Any, targets: str | int | Callable[[Any], tuple[Any, Any]], call: str) -> Any:
@@ -140,7 +140,7 @@ def named_parts(batch: Any) -> dict[str, Any]:
     if isinstance(batch, Mapping):
         return dict(batch)
     if is_dataclass(batch) and not isinstance(batch, type):
-        return {each.name: getattr(batch, each.name) for each in fields(batch)}
+        return {field.name: getattr(batch, field.name) for field in fields(batch)}
     return {name: getattr(batch, name) for name in getattr(batch, "_fields", ()) if isinstance(batch, tuple)}
 
 
@@ -168,22 +168,22 @@ def _as_dicts(tree: Any) -> Any:
 
 def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, SampleValues):
-        return SampleValues([tree_map(_as_entry, each) for each in leaf.entries])
+        return SampleValues([tree_map(_as_entry, entry) for entry in leaf.entries])
     if is_mark(leaf):
         return leaf
     if isinstance(leaf, Tensor):
         if leaf.dim():
             return leaf
-        given, fix = "a tensor without dims", "pass numbers as they are: tensor.item(), or write sw.whole(tensor)"
+        description, fix = "a tensor without dims", "pass numbers as they are: tensor.item(), or write sw.whole(tensor)"
     elif hasattr(leaf, "__array__"):
-        given, fix = f"{type(leaf).__name__} of {getattr(leaf, 'shape', '?')}", "write torch.as_tensor(array)"
-    elif any(isinstance(each, Tensor) for each in getattr(leaf, "__dict__", {}).values()):
-        given, fix = f"{type(leaf).__name__}, which holds tensors", "write vars(batch), or a dict of its tensors"
+        description, fix = f"{type(leaf).__name__} of {getattr(leaf, 'shape', '?')}", "write torch.as_tensor(array)"
+    elif any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values()):
+        description, fix = f"{type(leaf).__name__}, which holds tensors", "write vars(batch), or a dict of its tensors"
     else:
         return leaf
     raise PlanError(
         "ranks cannot take their samples of a batch",
-        given=given,
+        given=description,
         allowed="tensors with samples in dim 0, in tuples, lists and dicts, and lists with an entry for each sample; "
         "other values go to every rank",
         fix=fix,
@@ -232,10 +232,10 @@ def checked_number(num_global: Any, inputs: Any, targets: Any) -> int:
     """
     if isinstance(num_global, Integral) and (number := int(num_global)) >= 0:
         return number
-    given = ", then ".join(_described(each) for each in (inputs, targets, num_global) if each is not None)
+    description = ", then ".join(_described(value) for value in (inputs, targets, num_global) if value is not None)
     raise PlanError(
         "run.part takes inputs, targets, and the number of samples in the global batch",
-        given=f"{num_global} samples" if isinstance(num_global, Integral) else given,
+        given=f"{num_global} samples" if isinstance(num_global, Integral) else description,
         allowed="this rank's samples, and a number of samples from 0",
         fix="write run.part(inputs, targets, num_global), or give global batches to run.shard",
     )
@@ -328,9 +328,9 @@ def _described(value: Any) -> str:
 def _line(batch: Any, call: str) -> str:
     """Returns, for an error, the call that takes batches like this one; it begins with ``call``."""
     if named := named_parts(batch):
-        name = next((each for each in TARGETS if each in named), next(reversed(named), "labels"))
-        own = ", or loss=sw.ModelLoss() where the model computes its loss from them" if name == "labels" else ""
-        return f"{call}, targets={name!r}){own}"
+        name = next((key for key in TARGETS if key in named), next(reversed(named), "labels"))
+        hint = ", or loss=sw.ModelLoss() where the model computes its loss from them" if name == "labels" else ""
+        return f"{call}, targets={name!r}){hint}"
     if isinstance(batch, tuple | list) and len(batch) > 1:
         return f"{call}, targets=-1)"
     inner = "(b, b)" if isinstance(batch, Tensor) else "(b.inputs, b.targets)"

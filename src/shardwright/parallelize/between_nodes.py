@@ -24,14 +24,14 @@ def bytes_between(
     ``places`` gives the node of each rank, and ``traffic_of(rank)`` the collectives and sends of a rank. A collective
     over several axes counts for the first of them in the mesh's order.
     """
-    found: Counter[str] = Counter()
+    bytes_by_axis: Counter[str] = Counter()
     for rank in ranks:
-        for each in traffic_of(rank):
-            axes = tuple(each.axis.split("+"))
+        for call in traffic_of(rank):
+            axes = tuple(call.axis.split("+"))
             axes = mesh.axes if axes == ("world",) else axes
-            share = share_between(mesh, axes, rank, places, ring=each.kind != "send")
-            found[axes[0]] += round(each.sent_bytes * share)
-    return found
+            share = share_between(mesh, axes, rank, places, ring=call.kind != "send")
+            bytes_by_axis[axes[0]] += round(call.sent_bytes * share)
+    return bytes_by_axis
 
 
 def crossing_pairs(mesh: Mesh, places: Sequence[int]) -> dict[str, tuple[int, int]]:
@@ -39,14 +39,14 @@ def crossing_pairs(mesh: Mesh, places: Sequence[int]) -> dict[str, tuple[int, in
 
     ``places`` gives the node of each rank. Axes that stay within nodes are left out.
     """
-    found = {}
+    pairs = {}
     for axis in mesh.axes:
         for group in mesh.groups(axis):
             other = next((rank for rank in group if places[rank] != places[group[0]]), None)
             if other is not None:
-                found[axis] = group[0], other
+                pairs[axis] = group[0], other
                 break
-    return found
+    return pairs
 
 
 def node_warnings(mesh: Mesh, places: Sequence[int], num_bytes: Mapping[str, float] | None) -> list[str]:
@@ -59,7 +59,7 @@ def node_warnings(mesh: Mesh, places: Sequence[int], num_bytes: Mapping[str, flo
     'tp' crosses nodes: ranks 2 and 3 are on nodes 0 and 1, and 3.0 MiB a step go over the link between nodes, which
     every layer waits for; fix: nodes whose number of ranks is a multiple of 2, or less of 'tp' and more of 'dp'
     """
-    found, block = [], 1
+    warnings, block = [], 1
     pairs = crossing_pairs(mesh, places)
     for axis in reversed(mesh.axes):
         block *= mesh[axis]
@@ -67,9 +67,9 @@ def node_warnings(mesh: Mesh, places: Sequence[int], num_bytes: Mapping[str, flo
             a, b = pairs[axis]
             price = "what it sends" if num_bytes is None else f"{format_bytes(num_bytes.get(axis, 0))} a step"
             go = "goes" if num_bytes is None else "go"
-            found.append(
+            warnings.append(
                 f"'{axis}' crosses nodes: ranks {a} and {b} are on nodes {places[a]} and {places[b]}, and {price} {go} "
                 f"over the link between nodes, which every layer waits for; fix: nodes whose number of ranks is a "
                 f"multiple of {block}, or less of '{axis}' and more of 'dp'"
             )
-    return found
+    return warnings

@@ -50,7 +50,7 @@ def explained(run: RankState, path: str) -> dict[str, Any]:
         "role": {"name": role.name, "strategy": role.strategy, "why": why_with_stages(plan, path, role.why)},
         "parameters": [_parameter(plan, coord, name) for name in names],
         "forward": list(_forward(modules, path)),
-        "sends": [each for name in names for each in _sends(plan, coord, name)],
+        "sends": [line for name in names for line in _sends(plan, coord, name)],
     }
 
 
@@ -86,19 +86,19 @@ def explain_text(found: Mapping[str, Any]) -> str:
         "",
         "parameters" if found["parameters"] else "parameters  none of its own",
     ]
-    for each in found["parameters"]:
-        held = "nothing" if each["held"] is None else f"{each['held']} {each['computes_in']}"
+    for data in found["parameters"]:
+        local_part = "nothing" if data["held"] is None else f"{data['held']} {data['computes_in']}"
         lines += [
-            f"  {each['name']}  whole {each['shape']}",
-            f"    to compute  {held} on this rank: {each['cut']}",
-            f"    to store    {each['elements_stored']:,} elements {each['stored_in']} on this rank: {each['stored']}",
+            f"  {data['name']}  whole {data['shape']}",
+            f"    to compute  {local_part} on this rank: {data['cut']}",
+            f"    to store    {data['elements_stored']:,} elements {data['stored_in']} on this rank: {data['stored']}",
         ]
     lines += ["", "forward, outermost first"]
-    rows = [(each["rung"], each["module"], each["name"], each["by"]) for each in found["forward"]]
+    rows = [(wrapper["rung"], wrapper["module"], wrapper["name"], wrapper["by"]) for wrapper in found["forward"]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for rung, where, name, by in rows:
         lines.append(f"  {rung:{widths[0]}}  {where:{widths[1]}}  {name}" + (f" (by {by})" if by else ""))
-    lines += ["", "sent in a step for its parameters", *(f"  {each}" for each in found["sends"] or ["nothing"])]
+    lines += ["", "sent in a step for its parameters", *(f"  {line}" for line in found["sends"] or ["nothing"])]
     return "\n".join(lines)
 
 
@@ -144,9 +144,9 @@ def _forward(modules: Mapping[str, nn.Module], path: str) -> Iterator[dict[str, 
     parts = path.split(".") if path else []
     outer = ["", *(".".join(parts[: number + 1]) for number in range(len(parts)))] if path != LOSS else [LOSS]
     for where in dict.fromkeys(outer):
-        for each in stack_of(modules[where]).wrappers:
-            yield {"rung": each.rung.name, "module": where or "the model", "name": each.name, "by": each.by}
-    instead = next((each for each in stack_of(modules[path]).wrappers if each.replaces), None)
+        for wrapper in stack_of(modules[where]).wrappers:
+            yield {"rung": wrapper.rung.name, "module": where or "the model", "name": wrapper.name, "by": wrapper.by}
+    instead = next((wrapper for wrapper in stack_of(modules[path]).wrappers if wrapper.replaces), None)
     own = f"{kind_of(modules[path]).__name__}.forward"
     own += "" if instead is None else f": {instead.rung.name} runs in its place"
     yield {"rung": "(own code)", "module": path or "the model", "name": own, "by": ""}

@@ -82,10 +82,10 @@ class WholeWeights:
     def __init__(self, given: Mapping[str, Any]) -> None:
         for name, value in given.items():
             if not isinstance(name, str) or type(value) not in (Tensor, torch.nn.Parameter) or value.is_meta:
-                found = "a tensor on the meta device" if isinstance(value, Tensor) and value.is_meta else type(value)
+                kind = "a tensor on the meta device" if isinstance(value, Tensor) and value.is_meta else type(value)
                 raise CheckpointError(
                     f"{name!r:.80} of the state dict has no plain values",
-                    given=found if isinstance(found, str) else found.__name__,
+                    given=kind if isinstance(kind, str) else kind.__name__,
                     allowed="whole tensors with values, by name",
                     fix="give tensor.full_tensor() of a DTensor, and leave out what is no tensor",
                 )
@@ -97,8 +97,8 @@ class WholeWeights:
 
     def place(self, name: str) -> object:
         """Returns the memory, shape and strides of a tensor as a key, which is equal for tied tensors."""
-        given = self._given[name]
-        return given.data_ptr(), given.shape, given.stride(), given.dtype
+        tensor = self._given[name]
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
     def read(self, name: str, box: Box) -> Tensor:
         """Returns a view of a box of a tensor."""
@@ -201,8 +201,8 @@ def fill(
         problem = str(failure)
     except Exception as failure:  # any code may run here: of files, of a user's function
         problem = str(_unreadable(what, failure, "nothing was changed"))
-    if found := first_problem(everyone, problem):
-        raise CheckpointError(found[1])
+    if rank_problem := first_problem(everyone, problem):
+        raise CheckpointError(rank_problem[1])
     assert store is not None
     tables = [f"{name} from {sources} {store.tensors[sources[0]]}" for name, sources in match.sources.items()]
     check_agreement(everyone, [*tables, *match.missing, *match.unexpected], _different(what))
@@ -221,8 +221,8 @@ def fill(
     except CheckpointError as failure:
         problem = problem or str(failure)
     run.changed()
-    if found := first_problem(everyone, problem):
-        raise CheckpointError(found[1])
+    if rank_problem := first_problem(everyone, problem):
+        raise CheckpointError(rank_problem[1])
     return LoadedWeights(tuple(match.sources), match.missing, match.unexpected)
 
 
@@ -235,7 +235,7 @@ def fill_whole(
     Raises: CheckpointError, on every rank: as :func:`fill`.
     """
     everyone = run.axes["world"].for_strategy("state")
-    what, given, problem = "the state dict", None, ""
+    what, weights, problem = "the state dict", None, ""
     try:
         if from_rank is not None and not (isinstance(from_rank, int) and 0 <= from_rank < run.world.size):
             raise CheckpointError(
@@ -245,15 +245,15 @@ def fill_whole(
                 fix="set from_rank=0",
             )
         if from_rank in (None, run.world.rank):
-            given = WholeWeights(state)
+            weights = WholeWeights(state)
     except CheckpointError as failure:
         problem = str(failure)
-    if found := first_problem(everyone, problem):
-        raise CheckpointError(found[1])
+    if rank_problem := first_problem(everyone, problem):
+        raise CheckpointError(rank_problem[1])
     if from_rank is None:
-        assert given is not None
-        return fill(run, lambda: given, what, strict=strict)
-    sent = ReceivedWeights(everyone, given, from_rank)
+        assert weights is not None
+        return fill(run, lambda: weights, what, strict=strict)
+    sent = ReceivedWeights(everyone, weights, from_rank)
     return fill(run, lambda: sent, what, strict=strict)
 
 
@@ -265,15 +265,15 @@ def fill_parts(run: RankState, state: Mapping[str, Any], *, strict: bool = True)
         is changed.
     """
     everyone = run.axes["world"].for_strategy("state")
-    held = part_of_state(run)
-    missing, unexpected = [n for n in held if n not in state], [n for n in state if n not in held]
+    parts = part_of_state(run)
+    missing, unexpected = [n for n in parts if n not in state], [n for n in state if n not in parts]
     wrong = [f"no '{name}'" for name in missing if strict] + [f"'{n}' is unknown" for n in unexpected if strict]
-    for name in (name for name in held if name in state):
+    for name in (name for name in parts if name in state):
         value = state[name]
-        if not isinstance(value, Tensor) or value.is_meta or value.shape != held[name].shape:
-            wrong.append(f"'{name}' {_shape_of(value)} instead of {list(held[name].shape)}")
-        elif not _casts(value.dtype, held[name].dtype):
-            wrong.append(f"'{name}' {value.dtype} instead of {held[name].dtype}")
+        if not isinstance(value, Tensor) or value.is_meta or value.shape != parts[name].shape:
+            wrong.append(f"'{name}' {_shape_of(value)} instead of {list(parts[name].shape)}")
+        elif not _casts(value.dtype, parts[name].dtype):
+            wrong.append(f"'{name}' {value.dtype} instead of {parts[name].dtype}")
     problem = ""
     if wrong:
         problem = str(
@@ -284,14 +284,14 @@ def fill_parts(run: RankState, state: Mapping[str, Any], *, strict: bool = True)
                 fix="give whole tensors, with full=True, if they come from another layout",
             )
         )
-    if found := first_problem(everyone, problem):
-        raise CheckpointError(found[1])
+    if rank_problem := first_problem(everyone, problem):
+        raise CheckpointError(rank_problem[1])
     with torch.no_grad():
-        for name, local in held.items():
+        for name, local in parts.items():
             if name in state:
                 local.copy_(state[name])
     run.changed()
-    return LoadedWeights(tuple(n for n in held if n in state), tuple(missing), tuple(unexpected))
+    return LoadedWeights(tuple(n for n in parts if n in state), tuple(missing), tuple(unexpected))
 
 
 def renamed(name: str, names: Names) -> str | None:
@@ -304,15 +304,15 @@ def renamed(name: str, names: Names) -> str | None:
     """
     if names is None or isinstance(names, str):
         return f"{names or ''}{name}"
-    found = names.get(name, name) if isinstance(names, Mapping) else names(name)
-    if not isinstance(found, str | None):
+    source_name = names.get(name, name) if isinstance(names, Mapping) else names(name)
+    if not isinstance(source_name, str | None):
         raise CheckpointError(
             f"'names' gives no name for '{name}'",
-            given=f"a {type(found).__name__}",
+            given=f"a {type(source_name).__name__}",
             allowed="a text, or None to leave the tensor as it is",
             fix="return the name of the tensor in the source",
         )
-    return found
+    return source_name
 
 
 def check_names(names: Names, known: Sequence[str]) -> None:
@@ -346,16 +346,16 @@ def state_tensors(run: RankState, everyone: Axis) -> tuple[list[StateTensor], se
         passed_over.update(passing_there)
         for name, (every, dtype, shape) in tables.items():
             first.setdefault(name, (dtype, shape, index))
-            known = names.setdefault(name, [])
-            known += [each for each in every if each not in known]
-    found = []
+            aliases = names.setdefault(name, [])
+            aliases += [alias for alias in every if alias not in aliases]
+    tensors = []
     for name, (dtype, shape, index) in first.items():
         if name in run.plan.state:
             layout = run.plan.state[name].parameter
         else:
             layout = run.plan.buffers.get(name, TensorLayout.whole(shape))
-        found.append(StateTensor(tuple(names[name]), getattr(torch, dtype), layout, index, locals_.get(name)))
-    return found, passed_over
+        tensors.append(StateTensor(tuple(names[name]), getattr(torch, dtype), layout, index, locals_.get(name)))
+    return tensors, passed_over
 
 
 def _own_tensors(run: RankState) -> tuple[list[tuple[list[str], Tensor]], list[str]]:
@@ -374,8 +374,8 @@ def _own_tensors(run: RankState) -> tuple[list[tuple[list[str], Tensor]], list[s
                 passing.append(key)
             elif buffer is not None and not buffer.is_meta:  # a buffer of another stage may have no values here
                 buffers.setdefault(id(buffer), ([], buffer))[0].append(key)
-    found: list[tuple[list[str], Tensor]] = [(names, run.parameters[name]) for name, names in parameters.items()]
-    return [*found, *buffers.values()], passing
+    pairs: list[tuple[list[str], Tensor]] = [(names, run.parameters[name]) for name, names in parameters.items()]
+    return [*pairs, *buffers.values()], passing
 
 
 def _matched(
@@ -386,7 +386,7 @@ def _matched(
     sources: dict[str, tuple[str, ...]] = {}
     missing, wrong = [], []
     for target in targets:
-        wanted = [found for name in target.names if (found := renamed(name, names)) is not None]
+        wanted = [source_name for name in target.names if (source_name := renamed(name, names)) is not None]
         present = tuple(dict.fromkeys(name for name in wanted if name in store.tensors))
         if present:
             sources[target.names[0]] = present
@@ -406,10 +406,10 @@ def _matched(
         lines += _lines([f"'{name}' is missing" for name in missing], "missing tensors")
         lines += _lines([f"'{name}' is unknown to the model" for name in unexpected], "unknown tensors")
     if lines or not sources:
-        given = aligned(lines or [f"none of {len(store.tensors)} names, such as {next(iter(store.tensors), 'none')!r}"])
+        text = aligned(lines or [f"none of {len(store.tensors)} names, such as {next(iter(store.tensors), 'none')!r}"])
         raise CheckpointError(
             f"the weights of {what} do not fit the model",
-            given=given,
+            given=text,
             allowed="the names and shapes of the plain model; floating-point values of any width",
             fix="give a prefix, a mapping or a function as names=, or load what fits with strict=False; the command "
             "takes a prefix, --weights-prefix",

@@ -68,10 +68,10 @@ class FirstBatchChecker:
     def _look_at(self, job: Job, graph: ModelGraph) -> None:
         plan = self._plan
         # stages and tensor parallelism keep the plan that they have: only what depends on copies is checked again
-        factors = tuple(each for each in plan.layout.factors if layout_axes()[each.axis].kind == "copies")
-        axes = {each.axis for each in factors}
-        own = self._strategies and [each for each in self._strategies if each.axis in axes]
-        make_plan(job._replace(example=graph.example, graph=graph), replace(plan.layout, factors=factors), own)
+        factors = tuple(factor for factor in plan.layout.factors if layout_axes()[factor.axis].kind == "copies")
+        axes = {factor.axis for factor in factors}
+        strategies = self._strategies and [strategy for strategy in self._strategies if strategy.axis in axes]
+        make_plan(job._replace(example=graph.example, graph=graph), replace(plan.layout, factors=factors), strategies)
         for factor in plan.layout.factors:
             if factor not in factors and plan.row_axes & {*factor.mesh_axes}:
                 check_samples_apart(job.model, str(factor), graph)

@@ -65,17 +65,19 @@ def generate(
     seeded = _ThreadDraws(seed, everyone.device) if by_threads else _seeded(seed, everyone.device)
     check_agreement(everyone, _lines((inputs, options), f"seed {seed}"), partial(_differ, "ranks would generate from"))
     settings = options.get("generation_config") or getattr(model, "generation_config", None)
-    held = [module for module in model.modules() if getattr(module, "generation_config", None) is not None]
-    asked = [settings] if settings is not None else [each.generation_config for each in held]
-    num_beams = options.get("num_beams") or max((getattr(each, "num_beams", None) or 1 for each in asked), default=1)
+    holders = [module for module in model.modules() if getattr(module, "generation_config", None) is not None]
+    configs = [settings] if settings is not None else [holder.generation_config for holder in holders]
+    num_beams = options.get("num_beams") or max(
+        (getattr(config, "num_beams", None) or 1 for config in configs), default=1
+    )
     # the cache of transformers would be kept by one rank; and beams are sorted in it, where parts are not known
     without_cache = predict is not None or num_beams > 1
     if without_cache and (settings is not None or "use_cache" in options):
         options = {**options, "use_cache": False}
     args, named = given_to(inputs)
     with ExitStack() as stack:
-        for each in held if without_cache else ():
-            stack.enter_context(_without_cache(each))
+        for holder in holders if without_cache else ():
+            stack.enter_context(_without_cache(holder))
         for context in (seeded, eval_mode(model), torch.no_grad(), _calls(model, predict, guarded)):
             stack.enter_context(context)
         result = own(*args, **named, **options)
@@ -253,12 +255,12 @@ def _is_passed_on(
     modules.
     """
     copies: dict[int, Tensor] = {}
-    given, wanted = tree_map_only(Tensor, lambda each: copies.setdefault(id(each), each.clone()), (given, wanted))
-    found: list[tuple[dict[str, Any], tuple[object, ...]]] = []
+    given, wanted = tree_map_only(Tensor, lambda tensor: copies.setdefault(id(tensor), tensor.clone()), (given, wanted))
+    calls: list[tuple[dict[str, Any], tuple[object, ...]]] = []
     output, before = object(), _surroundings(given)
 
     def note(*args: Any, **named: Any) -> Any:
-        found.append((_arguments(inner, args, named), _surroundings(given)))
+        calls.append((_arguments(inner, args, named), _surroundings(given)))
         return output
 
     for module, path in paths.items():
@@ -273,9 +275,9 @@ def _is_passed_on(
         expected = _arguments(inner, *wanted)
     except Exception:  # the user's code was given no real output: if it uses that, any error may come of it
         return False
-    if returned is not output or len(found) != 1:
+    if returned is not output or len(calls) != 1:
         return False
-    passed, inside = found[0]
+    passed, inside = calls[0]
     return _are_same(passed, expected) and inside == before
 
 
@@ -283,7 +285,9 @@ def _surroundings(given: CallArguments) -> tuple[object, ...]:
     """Returns what else decides what a call computes: the modes that it runs under, and the versions of its tensors."""
     tensors = tensors_of(given)
     types = sorted({"cpu", *(tensor.device.type for tensor in tensors)})
-    autocast = [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in types]
+    autocast = [
+        (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)) for device_type in types
+    ]
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
     return (*modes, *autocast, *(tensor._version for tensor in tensors if not tensor.is_inference()))
 
@@ -298,7 +302,9 @@ def _names(module: nn.Module) -> Collection[str]:
 
 
 def _takes_all(module: nn.Module) -> bool:
-    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(module.forward).parameters.values())
+    return any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(module.forward).parameters.values()
+    )
 
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -307,13 +313,13 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) 
     Of arguments that the forward takes without naming them, those of None are left out too.
     """
     signature = inspect.signature(module.forward)
-    given = dict(signature.bind(*args, **named).arguments)
+    arguments = dict(signature.bind(*args, **named).arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            given.update({each: value for each, value in given.pop(name, {}).items() if value is not None})
-        elif name in given and _is_same(given[name], parameter.default):
-            del given[name]
-    return given
+            arguments.update({key: value for key, value in arguments.pop(name, {}).items() if value is not None})
+        elif name in arguments and _is_same(arguments[name], parameter.default):
+            del arguments[name]
+    return arguments
 
 
 def _are_same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
@@ -340,19 +346,19 @@ def _encoded(takes: Collection[str], given: Mapping[str, Any], call: Callable[..
     samples = tensors_of(given)
     if outputs is None or "decoder_input_ids" not in takes or not samples:
         return None
-    known = {name: value for name, value in given.items() if name in takes}
+    arguments = {name: value for name, value in given.items() if name in takes}
     token = torch.zeros(len(samples[0]), 1, dtype=torch.int64, device=samples[0].device)
-    found = call(**known, decoder_input_ids=token, **({"use_cache": False} if "use_cache" in takes else {}))
-    hidden = found.get("encoder_last_hidden_state") if isinstance(found, Mapping) else None
+    output = call(**arguments, decoder_input_ids=token, **({"use_cache": False} if "use_cache" in takes else {}))
+    hidden = output.get("encoder_last_hidden_state") if isinstance(output, Mapping) else None
     return None if hidden is None else outputs.BaseModelOutput(last_hidden_state=hidden)
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call of the model by name, as a prediction takes them."""
     signature = inspect.signature(model.forward)
-    given = dict(signature.bind(*args, **named).arguments)
+    arguments = dict(signature.bind(*args, **named).arguments)
     for name, parameter in signature.parameters.items():
-        if name in given and parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+        if name in arguments and parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
             raise PlanError(
                 "a call that generate makes of the model cannot be predicted",
                 given=f"an argument '{name}' without a name, beside named ones",
@@ -360,8 +366,8 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> 
                 fix="call the model by names in generate",
             )
         if parameter.kind is parameter.VAR_KEYWORD:
-            given.update(given.pop(name, {}))
-    return given
+            arguments.update(arguments.pop(name, {}))
+    return arguments
 
 
 def _refuse(path: str, *_: Any, **__: Any) -> NoReturn:

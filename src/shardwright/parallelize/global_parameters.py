@@ -44,18 +44,18 @@ def to_global_parameters(
     Raises: PlanError: ranks are threads; LayoutError: the sbp does not fit the placement or a parameter.
     """
     _check_processes(run)
-    found, dtypes = {}, _dtypes(run)
+    tensors, dtypes = {}, _dtypes(run)
     for name, state in run.plan.state.items():
         layout = state.parameter
         target = _target(run, layout, placement, sbp)
         # partial sums have no elements to fetch: fetch without them, then convert
         fetched = target._replace(sbp=without_sums(target.sbp))
-        wanted = {rank: (whole_piece(box),) for rank, box in boxes(layout.shape, fetched).items()}
-        transfer = plan_transfer(dict(layout.by_rank(run.plan.mesh)), wanted)
+        pieces = {rank: (whole_piece(box),) for rank, box in boxes(layout.shape, fetched).items()}
+        transfer = plan_transfer(dict(layout.by_rank(run.plan.mesh)), pieces)
         shape = local_shape(layout.shape, fetched, run.world.rank)
         local = run_transfer(transfer, _stored(run, name, layout, dtypes[name]), shape, zeros=False)
-        found[name] = wrap(local, layout.shape, fetched).to_global(target.placement, target.sbp)
-    return found
+        tensors[name] = wrap(local, layout.shape, fetched).to_global(target.placement, target.sbp)
+    return tensors
 
 
 @torch.no_grad()

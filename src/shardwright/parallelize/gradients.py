@@ -30,7 +30,9 @@ def clip_norm(
     Traffic: one all-reduce of one float64 over ``everyone``, the axis of all ranks.
     """
     if everyone.size == 1:
-        norm = torch.nn.utils.get_total_norm([each.grad for each in parameters.values() if each.grad is not None])
+        norm = torch.nn.utils.get_total_norm(
+            [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+        )
         _scale_to(parameters, norm, max_norm)
         return norm.double()
     square = torch.zeros((), dtype=torch.float64, device=everyone.device)

@@ -41,23 +41,23 @@ def place_parameters(
     Raises: PlanError: a module on the meta device does not define the initial values of a parameter or buffer.
     """
     names = {(id(module), own): name for _, module, own, name in owners(model)}
-    given = dict(model.named_parameters())
+    originals = dict(model.named_parameters())
     placed: dict[str, nn.Parameter] = {}
     records = {} if device.type == "meta" else _records(model, seed)
     tied: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the old buffer: it, so that the id stays taken, and the new
     for path, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        if own and all(_is_elsewhere(layouts.get(names[id(module), key]), coord) for key in own):
-            for key in own:
+        parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        if parameters and all(_is_elsewhere(layouts.get(names[id(module), key]), coord) for key in parameters):
+            for key in parameters:
                 module._parameters[key] = None  # these belong to another pipeline stage: draw and allocate nothing
             continue
-        requires_grad = {key: parameter.requires_grad for key, parameter in own.items()}
+        requires_grad = {key: parameter.requires_grad for key, parameter in parameters.items()}
         _tie(module, tied)
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.layout != torch.strided and device.type != "meta":
                 vars(module)[key] = value.to(device)
         buffers = dict(module.named_buffers(recurse=False))
-        if device.type != "meta" and any(tensor.is_meta for tensor in (*own.values(), *buffers.values())):
+        if device.type != "meta" and any(tensor.is_meta for tensor in (*parameters.values(), *buffers.values())):
             _draw(model, path, module, seed, records)
         for key, before in buffers.items():
             if id(before) not in tied:
@@ -83,9 +83,9 @@ def place_parameters(
                 # a module of another stage, whose buffer functions on this stage may read
                 module._buffers[key] = now = _local_part(before, layout, coord)
                 tied[id(before)], tied[id(now)] = (before, now), (now, now)
-    held = tensors_outside(model)
-    for old, new in (*((given[name], now) for name, now in placed.items()), *tied.values()):
-        if id(old) in held and old is not new:
+    ids_outside = tensors_outside(model)
+    for old, new in (*((originals[name], now) for name, now in placed.items()), *tied.values()):
+        if id(old) in ids_outside and old is not new:
             _put_into(model, old, new)
 
 
@@ -191,9 +191,9 @@ def _values_kept(module: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """
     copies: dict[int, tuple[Tensor, Tensor]] = {}
     places: list[tuple[dict[str, Any], str, Tensor]] = []
-    for each in module.modules():
+    for submodule in module.modules():
         tensors: dict[str, Any]
-        for tensors in (each._parameters, each._buffers):
+        for tensors in (submodule._parameters, submodule._buffers):
             for key, tensor in tensors.items():
                 if tensor is None or tensor.is_meta or is_lazy(tensor):
                     continue
@@ -275,12 +275,12 @@ def _adapter_tensors(model: nn.Module) -> set[int]:
 
     A layer with adapters names the parts that they have added in ``adapter_layer_names``.
     """
-    found = set[int]()
+    ids = set[int]()
     for module in model.modules():
         for part in (getattr(module, name, None) for name in getattr(module, "adapter_layer_names", ())):
-            own = [*part.parameters(), *part.buffers()] if isinstance(part, nn.Module) else [part]
-            found |= {id(tensor) for tensor in own if isinstance(tensor, Tensor)}
-    return found
+            tensors = [*part.parameters(), *part.buffers()] if isinstance(part, nn.Module) else [part]
+            ids |= {id(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
+    return ids
 
 
 def _check_adapters(model: nn.Module, adapters: Collection[int], found: Mapping[int, RecordedValues]) -> None:
@@ -308,22 +308,22 @@ def _records(model: nn.Module, seed: int) -> dict[int, RecordedValues]:
     there its constructor does not. What it fills of the tensors with values is drawn from ``seed``.
     """
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
-    found = {id(tensor): record for tensor in tensors if (record := recorded_values(tensor)) is not None}
+    records = {id(tensor): record for tensor in tensors if (record := recorded_values(tensor)) is not None}
     initialize = getattr(model, "initialize_weights", None)
     if tensors and callable(initialize):
-        with numbers_from(f"{seed}/initialize_weights"), torch.no_grad(), _values_kept(model) as kept:
-            before = [copy._version for _, copy in kept]
+        with numbers_from(f"{seed}/initialize_weights"), torch.no_grad(), _values_kept(model) as pairs:
+            versions = [copy._version for _, copy in pairs]
             with torch.device("meta"), WriteRecorder() as recorder:
                 initialize()
-            for (tensor, copy), version in zip(kept, before, strict=True):
+            for (tensor, copy), version in zip(pairs, versions, strict=True):
                 if copy._version != version:
                     tensor.data = copy  # in place it would change the user's own model, which shares the memory
         again = {id(tensor): recorder.of(tensor) for tensor in tensors}
         again = {key: record for key, record in again.items() if record.text() is not None}
         if adapters := _adapter_tensors(model):  # a wrapper adds them to a model that was filled before
-            _check_adapters(model, adapters, found)
+            _check_adapters(model, adapters, records)
             again = {key: record for key, record in again.items() if key not in adapters}
         elif not hasattr(type(model), "initialize_weights"):
-            _check_wrapped(model, found, again)
-        found |= again
-    return found
+            _check_wrapped(model, records, again)
+        records |= again
+    return records

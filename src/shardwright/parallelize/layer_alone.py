@@ -114,8 +114,8 @@ class LayerAlone:
             parts.
         Raises: PlanError: the gradients are summed already.
         """
-        found = tuple(p.grad for p in self.layer.parameters() if p.grad is not None)
-        if any(gradient is summed for gradient in found for summed in self._summed):
+        gradients = tuple(p.grad for p in self.layer.parameters() if p.grad is not None)
+        if any(gradient is summed for gradient in gradients for summed in self._summed):
             raise PlanError(
                 "the gradients are summed over ranks already, and would be summed twice",
                 given="sum_gradients() after sum_gradients(), on the same gradients",

@@ -22,7 +22,7 @@ class RefusesCollective(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if is_collective(func) and any(_has_all_ranks(each) for each in args):
+        if is_collective(func) and any(_has_all_ranks(argument) for argument in args):
             raise PlanError(
                 f"the loss calls '{func.overloadpacket.__name__}' of torch.distributed over all ranks",
                 given="a loss under pp, which the ranks of the last stage alone run, so that they would wait for ever",

@@ -25,23 +25,23 @@ def counters_of(loss: nn.Module) -> Mapping[tuple[str, str], tuple[int, int]]:
     >>> counters_of(nn.CrossEntropyLoss())
     {('', 'ignore_index'): (0, -100)}
     """
-    found: dict[tuple[str, str], tuple[int, int]] = {}
+    counters: dict[tuple[str, str], tuple[int, int]] = {}
     for path, module in loss.named_modules():
-        found |= {(path, name): (0, value) for name, value in vars(module).items() if type(value) is int}
-        buffers = ((name, each) for name, each in module._buffers.items() if each is not None)
-        found |= {(path, name): (1, each._version) for name, each in buffers if not each.is_inference()}
+        counters |= {(path, name): (0, value) for name, value in vars(module).items() if type(value) is int}
+        buffers = ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
+        counters |= {(path, name): (1, buffer._version) for name, buffer in buffers if not buffer.is_inference()}
     for path, holder in objects_of_loss(loss):
         if not isinstance(holder, nn.Module):
-            found |= {(path, name): (2, value) for name, value in _entries(holder) if type(value) is int}
-    return found
+            counters |= {(path, name): (2, value) for name, value in _entries(holder) if type(value) is int}
+    return counters
 
 
 def _entries(holder: Any) -> list[tuple[str, Any]]:
     """Returns the attributes of an object, and its entries if it is a dict or list that is no table."""
-    found: list[tuple[Any, Any]] = list(attributes(holder).items())
+    entries: list[tuple[Any, Any]] = list(attributes(holder).items())
     if isinstance(holder, dict | list) and len(holder) <= MOST_ENTRIES:
-        found += entries_of(holder)
-    return [(str(name), each) for name, each in found]
+        entries += entries_of(holder)
+    return [(str(name), value) for name, value in entries]
 
 
 def warn_of_counters(
@@ -85,15 +85,15 @@ class LossBuffers:
         settings = settings_of(self._loss)  # what the loop has changed, the loss has not
         kept = {*kept, *(settings.renewed if settings is not None else ())}
         now = {name: buffer for name, buffer in self._buffers() if name.rpartition(".")[2] not in kept}
-        found = [name for name, before in self._before.items() if name in now and _differs(now[name], *before)]
-        if found:
+        names = [name for name, before in self._before.items() if name in now and _differs(now[name], *before)]
+        if names:
             warn(
                 explain(
                     "a checkpoint does not keep what a loss changes",
-                    given=f"{type(self._loss).__name__}, whose buffers {', '.join(found)} were changed by its calls",
+                    given=f"{type(self._loss).__name__}, whose buffers {', '.join(names)} were changed by its calls",
                     allowed="losses that start with the same values when a run resumes",
                     fix="make them buffers of the model, which returns them with its output, or save those of run.loss "
-                    f"yourself, as in sw.save(..., extra={{'{found[0].rpartition('.')[2]}': ...tolist()}})",
+                    f"yourself, as in sw.save(..., extra={{'{names[0].rpartition('.')[2]}': ...tolist()}})",
                 ),
                 stacklevel=stacklevel + 1,
             )

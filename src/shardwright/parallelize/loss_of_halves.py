@@ -60,30 +60,30 @@ def difference_of_halves(loss: nn.Module, output: Any, targets: Any) -> tuple[fl
     (7.4, 5.0)
     """
     tensors = [leaf for leaf in tree_leaves((output, targets)) if isinstance(leaf, Tensor)]
-    count = next((len(each) for each in tensors if each.dim()), 0)
-    if count < 2 or any(len(each) != count for each in tensors if each.dim()) or hidden_tensors((output, targets)):
+    count = next((len(leaf) for leaf in tensors if leaf.dim()), 0)
+    if count < 2 or any(len(leaf) != count for leaf in tensors if leaf.dim()) or hidden_tensors((output, targets)):
         return None
-    if any(each.is_meta or tagged(each) is not None for each in tensors):
+    if any(leaf.is_meta or tagged(leaf) is not None for leaf in tensors):
         return None
     if has_list(targets) or not may_be_repeated(loss):
         return None
-    num_elements = max(sum(each.numel() for each in tensors) // count, 1)
+    num_elements = max(sum(leaf.numel() for leaf in tensors) // count, 1)
     half = max(min(count, _MOST_ELEMENTS // num_elements) // 2, 1)
     wide = _losses(loss, output, targets, half, torch.float64) if 2 * half * num_elements <= _MOST_ELEMENTS else None
-    found = wide or _losses(loss, output, targets, half)
-    if found is None:
+    record = wide or _losses(loss, output, targets, half)
+    if record is None:
         return None
-    (total, number), *halves = found.values
+    (total, number), *halves = record.values
     added, added_number = map(sum, zip(*halves, strict=True))
-    if not number or not added_number or not all(each for each, _ in halves):
+    if not number or not added_number or not all(loss_sum for loss_sum, _ in halves):
         return None
     means = total / number, added / added_number
-    if isfinite(total) and any(terms and not isfinite(each) for each, terms in halves):
+    if isfinite(total) and any(terms and not isfinite(loss_sum) for loss_sum, terms in halves):
         return means  # such as a mean over selected targets, of which a half has none
     most = _DIFFERENCE if wide is None else _WIDE_DIFFERENCE
-    if found.narrowest < torch.finfo(torch.float32).bits:
+    if record.narrowest < torch.finfo(torch.float32).bits:
         most = max(most, _NARROW_ROUNDINGS * torch.finfo(torch.bfloat16).eps)
-    scale = max(abs(means[0]), sum(abs(each) for each, _ in halves) / abs(added_number))
+    scale = max(abs(means[0]), sum(abs(loss_sum) for loss_sum, _ in halves) / abs(added_number))
     return means if abs(means[0] - means[1]) > max(most * scale, _LEAST_DIFFERENCE) else None
 
 
@@ -103,26 +103,26 @@ def _losses(
     """
 
     def part(start: int, stop: int, x: Tensor) -> Tensor:
-        own = (x[start:stop] if x.dim() else x).clone()  # a loss may write to what it is given
-        return own.to(dtype) if x.is_floating_point() else own
+        copy = (x[start:stop] if x.dim() else x).clone()  # a loss may write to what it is given
+        return copy.to(dtype) if x.is_floating_point() else copy
 
     pairs = list[tuple[Tensor, Tensor]]()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=()), _RefusesDraws() as calls:
             for start, stop in ((0, 2 * half), (0, half), (half, 2 * half)):
-                given = tree_map_only(Tensor, partial(part, start, stop), (output, targets))
-                pairs.append(sum_and_count(copied(loss, {})(*given)))
+                arguments = tree_map_only(Tensor, partial(part, start, stop), (output, targets))
+                pairs.append(sum_and_count(copied(loss, {})(*arguments)))
     except Exception:  # the user's code may raise anything on half of the samples; _RefusesDraws raises here, too
         return None
-    values = torch.stack([torch.stack([each.double() for each in pair]) for pair in pairs]).tolist()
+    values = torch.stack([torch.stack([value.double() for value in pair]) for pair in pairs]).tolist()
     return _SumRecord(values, calls.narrowest)
 
 
 def warn_of_halves(loss: nn.Module, output: Any, targets: Any, stacklevel: int) -> None:
     """Warns if a loss of the first samples is not what the losses of their halves add up to."""
-    found = difference_of_halves(loss, output, targets)
-    if found is not None:
-        whole, halves = found
+    means = difference_of_halves(loss, output, targets)
+    if means is not None:
+        whole, halves = means
         odd = "" if isfinite(halves) else ", one of which has no finite loss"
         warn(
             f"the loss of the first samples is {whole:.6g}, and {halves:.6g} by the sums and counts of their two "

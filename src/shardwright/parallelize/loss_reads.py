@@ -35,7 +35,7 @@ def leaves_read(loss_sum: Tensor, output: Any, since: int) -> list[Tensor]:
     (0, 1)
     """
     outputs = {id(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
-    waiting, seen, found = [loss_sum.grad_fn], set[Any](), list[Tensor]()
+    waiting, seen, leaves = [loss_sum.grad_fn], set[Any](), list[Tensor]()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -43,10 +43,10 @@ def leaves_read(loss_sum: Tensor, output: Any, since: int) -> list[Tensor]:
         seen.add(node)
         variable = getattr(node, "variable", None)  # of the node of a leaf
         if isinstance(variable, Tensor):
-            found += [variable] if id(variable) not in outputs else []
+            leaves += [variable] if id(variable) not in outputs else []
         elif node._sequence_nr() > since:
             waiting += [following for following, _ in node.next_functions]
-    return found
+    return leaves
 
 
 def check_reads(

@@ -62,7 +62,7 @@ class _Setting(NamedTuple):
 def _is_followed(value: Any) -> bool:
     """Returns whether a value is plain data, a list of some, or a tensor."""
     if type(value) in (list, tuple):
-        return len(value) <= MOST_ENTRIES and all(type(each) in ATOMS for each in value)
+        return len(value) <= MOST_ENTRIES and all(type(entry) in ATOMS for entry in value)
     return type(value) in ATOMS or isinstance(value, Tensor)
 
 
@@ -131,8 +131,8 @@ def follow_settings(given: Any, own: nn.Module) -> None:
 
 def settings_of(loss: nn.Module) -> LossSettings | None:
     """Returns the settings that a run's loss takes over; None for a loss that ``parallelize`` has not copied."""
-    found: LossSettings | None = vars(loss).get(FOLLOWED)
-    return found
+    settings: LossSettings | None = vars(loss).get(FOLLOWED)
+    return settings
 
 
 def _pairs(given: Any, own: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
@@ -156,7 +156,9 @@ def _pairs(given: Any, own: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
             with suppress(ValueError):  # a cell may be empty
                 yield from _pairs(theirs.cell_contents, mine.cell_contents, seen)
     else:
-        theirs, mine = (each if isinstance(each, dict) else getattr(each, "__dict__", None) for each in (given, own))
+        theirs, mine = (
+            value if isinstance(value, dict) else getattr(value, "__dict__", None) for value in (given, own)
+        )
         is_table = isinstance(given, dict) and len(given) > MOST_ENTRIES
         if isinstance(theirs, dict) and isinstance(mine, dict) and not is_table:
             yield mine, theirs

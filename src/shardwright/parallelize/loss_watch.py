@@ -43,8 +43,8 @@ def objects_of_loss(loss: nn.Module, but: Collection[int] = ()) -> Iterator[tupl
     for path, module in loss.named_modules():
         for name, value in own_attributes(module).items():
             if name not in _OURS:
-                for words, each in reached(value, seen, most=MOST_ENTRIES):
-                    yield f"{path}.{name}".lstrip(".") + words, each
+                for words, member in reached(value, seen, most=MOST_ENTRIES):
+                    yield f"{path}.{name}".lstrip(".") + words, member
 
 
 class ModelReads:
@@ -105,7 +105,7 @@ def _is_equal(before: Any, now: Any) -> bool:
     if isinstance(now, list | tuple | dict) and type(before) is type(now):
         if len(before) != len(now) or len(now) > MOST_ENTRIES:
             return len(before) == len(now)
-        return all(_is_equal(entry_at(before, key, _MISSING), each) for key, each in entries_of(now))
+        return all(_is_equal(entry_at(before, key, _MISSING), value) for key, value in entries_of(now))
     if isinstance(now, Tensor | list | tuple | dict) or type(now) in ATOMS:
         return type(before) is type(now) and bool(before == now)
     return True
@@ -122,27 +122,27 @@ def note_reads(loss: nn.Module, model: nn.Module, memo: Mapping[int, Any]) -> No
                 path, module = own[id(function.__globals__[name])]
                 held |= dict(module.named_modules(prefix=path))
     if held:
-        names = {name for each in functions for code in code_objects(each) for name in code.co_names}
-        vars(loss)[_READS] = ModelReads(held, _with_methods(names, {type(each) for each in held.values()}))
+        names = {name for function in functions for code in code_objects(function) for name in code.co_names}
+        vars(loss)[_READS] = ModelReads(held, _with_methods(names, {type(module) for module in held.values()}))
 
 
 def _with_methods(names: set[str], kinds: Collection[type]) -> frozenset[str]:
     """Returns ``names`` and, for each that is a method of one of the classes, the names in its code, and so on."""
-    found, waiting = set[str](), set(names)
+    all_names, waiting = set[str](), set(names)
     while waiting:
         name = waiting.pop()
-        found.add(name)
+        all_names.add(name)
         for kind in kinds:
             method = getattr(kind, name, None)
             if _is_of_user(method):
-                waiting |= {each for code in code_objects(method) for each in code.co_names} - found
-    return frozenset(found)
+                waiting |= {inner_name for code in code_objects(method) for inner_name in code.co_names} - all_names
+    return frozenset(all_names)
 
 
 def reads_of(loss: nn.Module) -> ModelReads | None:
     """Returns what a run's loss may read of the plain model (:func:`note_reads`); None if it does not refer to it."""
-    found: ModelReads | None = vars(loss).get(_READS)
-    return found
+    reads: ModelReads | None = vars(loss).get(_READS)
+    return reads
 
 
 def note_attributes(loss: nn.Module, graph: ModelGraph | None) -> None:
@@ -166,13 +166,13 @@ def functions_of_loss(loss: nn.Module, but: Collection[int] = ()) -> Iterator[Fu
     >>> [each.__name__ for each in functions_of_loss(loss)]
     ['<lambda>', 'slope']
     """
-    held = [*loss.modules(), *(each for _, each in objects_of_loss(loss, but))]
-    kinds = {type(each) for each in held}
-    waiting: list[Any] = [*held]
-    for each in held:
-        names = ("forward",) if isinstance(each, nn.Module) else ("__call__",)
-        waiting += [vars(kind)[name] for kind in type(each).__mro__ for name in names if name in vars(kind)]
-        waiting.append(getattr(each, "__func__", None))
+    members = [*loss.modules(), *(member for _, member in objects_of_loss(loss, but))]
+    kinds = {type(member) for member in members}
+    waiting: list[Any] = [*members]
+    for member in members:
+        names = ("forward",) if isinstance(member, nn.Module) else ("__call__",)
+        waiting += [vars(kind)[name] for kind in type(member).__mro__ for name in names if name in vars(kind)]
+        waiting.append(getattr(member, "__func__", None))
     seen = set[int]()
     while waiting and len(seen) < MOST_FUNCTIONS:
         function = waiting.pop(0)
@@ -197,8 +197,10 @@ def takes_gradients(loss: nn.Module) -> bool:
     True
     """
     reads = reads_of(loss)
-    of_model = {id(each) for each in reads.held.values()} if reads is not None else ()
-    return any("grad" in code.co_names for each in functions_of_loss(loss, of_model) for code in code_objects(each))
+    of_model = {id(module) for module in reads.held.values()} if reads is not None else ()
+    return any(
+        "grad" in code.co_names for function in functions_of_loss(loss, of_model) for code in code_objects(function)
+    )
 
 
 class RefusesGradients(TorchFunctionMode):

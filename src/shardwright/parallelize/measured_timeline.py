@@ -29,9 +29,9 @@ def measured_timeline(run: RankState, executor: Executor, take_step: Callable[[]
         take_step()
     finally:
         del executor.clock
-    own = [(*s.action, *(seconds_between(start, each) for each in s[1:])) for s in executor.spans]
-    found = [own] if stages is None else gather_json(stages, own)
-    spans = (tuple(Span(Action(*each[:3]), *each[3:]) for each in stage) for stage in found)
+    rows = [(*s.action, *(seconds_between(start, instant) for instant in s[1:])) for s in executor.spans]
+    rows_by_stage = [rows] if stages is None else gather_json(stages, rows)
+    spans = (tuple(Span(Action(*row[:3]), *row[3:]) for row in stage) for stage in rows_by_stage)
     return Timeline(f"{run.plan.layout}, measured", tuple(spans))
 
 

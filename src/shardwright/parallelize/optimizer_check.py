@@ -43,7 +43,7 @@ def check_elementwise(kind: Any, options: Mapping[str, Any], plan: Plan, given: 
     sharded = [name for name, state in plan.state.items() if state.optimizer.axes or name in plan.offloaded]
     cut = [name for name in sharded if name in plan.offloaded or not stages.issuperset(plan.state[name].optimizer.axes)]
     flat = any(name in plan.offloaded or plan.state[name].optimizer != plan.compute[name] for name in sharded)
-    of_groups = [{key: each[key] for key in each if key != "params"} for each in given if isinstance(each, Mapping)]
+    of_groups = [{key: group[key] for key in group if key != "params"} for group in given if isinstance(group, Mapping)]
     groups = [{}, *filter(None, of_groups)]
     if of_groups and all(of_groups) and not _can_be_made(kind, options):
         del groups[0]  # what the optimizer needs only its groups name
@@ -117,8 +117,8 @@ def is_elementwise(
     >>> is_elementwise(torch.optim.Adafactor, {"lr": 0.1}, whole=True)  # each tensor alone, but whole
     True
     """
-    options, *groups = ({name: each[name] for name in each if name not in _EXECUTION} for each in (options, *groups))
-    values = [value for each in (options, *groups) for value in each.values()]
+    options, *groups = ({name: group[name] for name in group if name not in _EXECUTION} for group in (options, *groups))
+    values = [value for group in (options, *groups) for value in group.values()]
     if isinstance(kind, type) and all(map(_is_plain, values)):  # a rehearsal asks for each of its ranks
         of_groups = tuple(tuple(group.items()) for group in groups)
         hashable: Any = kind  # as every class is, though mypy takes one with a __hash__ of its instances for none
@@ -195,7 +195,7 @@ class _OptimizerTrial(NamedTuple):
             if not self.in_turn:
                 optimizer.step()
         numbers = [
-            float(each) for group in optimizer.param_groups for _, each in sorted(group.items()) if _is_number(each)
+            float(value) for group in optimizer.param_groups for _, value in sorted(group.items()) if _is_number(value)
         ]
         return [[parameter.detach() for parameter in copies] for copies in parameters], [] if self.in_turn else numbers
 
@@ -208,7 +208,7 @@ class _OptimizerTrial(NamedTuple):
         def stepped_alone(number: int) -> tuple[Sequence[Sequence[Tensor]], list[float]]:
             return self.stepped(lambda tensor: parts(tensor)[number : number + 1])
 
-        together, found = self.stepped(parts)
+        together, numbers_together = self.stepped(parts)
         each_alone = [stepped_alone(number) for number in range(len(together))]
         alone = [part for (part,), _ in each_alone]
         expected = [*chain(*together)] if result is None else [*chain(*zip(*map(parts, result), strict=True))]
@@ -216,7 +216,7 @@ class _OptimizerTrial(NamedTuple):
             torch.allclose(part, other, rtol=1e-12, atol=1e-12, equal_nan=True)
             for tried in (together, alone)
             for part, other in zip(chain(*tried), expected, strict=True)
-        ) and all(_close(numbers, others) for others in (found, *(own for _, own in each_alone)))
+        ) and all(_close(numbers, others) for others in (numbers_together, *(own for _, own in each_alone)))
 
 
 @cache

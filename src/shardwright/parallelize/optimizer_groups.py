@@ -38,7 +38,7 @@ def groups_of(group: Grouping, parameters: Mapping[str, nn.Parameter], plan: Pla
     >>> [(group["lr"], len(group["params"])) for group in by_dims]
     [(0.2, 1), (0.1, 1)]
     """
-    found: dict[str, dict[str, Any]] = {}
+    by_options: dict[str, dict[str, Any]] = {}
     for name, layout in plan.compute.items():
         options = None if name in plan.frozen else group(name, layout.shape)
         if options is None:
@@ -50,16 +50,16 @@ def groups_of(group: Grouping, parameters: Mapping[str, nn.Parameter], plan: Pla
                 allowed="options of the optimizer by name, {} for those of all, or None to leave a parameter out",
                 fix='write parameters=lambda name, shape: {"weight_decay": 0.1 if len(shape) > 1 else 0.0}',
             )
-        members = found.setdefault(repr(sorted(options.items())), {**options, "params": []})["params"]
+        members = by_options.setdefault(repr(sorted(options.items())), {**options, "params": []})["params"]
         members += [parameters[name]] if name in parameters else []  # else it belongs to another pipeline stage
-    if not found:
+    if not by_options:
         raise PlanError(
             "the function given as parameters leaves out every parameter",
             given=f"None for {len(plan.compute)} parameters",
             allowed="options for one parameter or more",
             fix="return {} for parameters with the options of all",
         )
-    return list(found.values())
+    return list(by_options.values())
 
 
 def check_groups(
@@ -93,11 +93,11 @@ def check_groups(
     # every group says that it has no decay, where one word beside the groups would do
     nothing = states_decay and max(decays) == 0.0
     by_name = decayed and max(decays) > min(decays)  # a rule by dims finds no matrix for the group that decays most
-    found = [bool(flat) and (empty is not None or nothing) and not by_name, decayed and not nothing]
+    verdict = [bool(flat) and (empty is not None or nothing) and not by_name, decayed and not nothing]
     if plan.stages is not None:
-        every = [] if everyone is None else gather_json(everyone, found)
-        found[0] = any(wrong for wrong, _ in every) and not any(right for _, right in every)
-    if found[0]:
+        verdicts = [] if everyone is None else gather_json(everyone, verdict)
+        verdict[0] = any(wrong for wrong, _ in verdicts) and not any(right for _, right in verdicts)
+    if verdict[0]:
         options = groups[empty] if empty is not None else {"params": [], "weight_decay": 0.1}
         raise PlanError(
             f"the optimizer's group {empty} has no parameter, and this rank stores slices of one dim"

@@ -49,7 +49,7 @@ def described(output: Any, num_held: int, inputs: Any = (), num_samples: int = 0
     all ``num_samples`` samples.
     """
     leaves, tree = tree_flatten(output)
-    digests, values = ([tensor_digest(each) for each in some_elements(found)] for found in (inputs, leaves))
+    digests, values = ([tensor_digest(tensor) for tensor in some_elements(source)] for source in (inputs, leaves))
     return OutputShare(num_samples, digests, str(tree), [_described(leaf, num_held) for leaf in leaves], values)
 
 
@@ -73,17 +73,19 @@ def can_join(own: OutputShare, plan: Plan, everyone: Axis, num_held: Sequence[in
 
     Traffic: a gather of text. Raises: PlanError, on every rank: ranks were given different inputs.
     """
-    shares = [OutputShare(*each) for each in gather_json(everyone, own)]
+    shares = [OutputShare(*fields) for fields in gather_json(everyone, own)]
     for group in plan.mesh.groups(plan.row_axes):
         _check_inputs({rank: shares[rank] for rank in group})
     moves = plan.row_moves.get(OUTPUT, ())
     cuts = [axis for axis in plan.row_axes if ("gather", axis) not in moves]
     groups = [[shares[rank] for rank in group] for group in plan.mesh.groups(cuts)]
-    if any(None in each.leaves or each[2:4] != first[2:4] for first, *others in groups for each in (first, *others)):
+    if any(None in share.leaves or share[2:4] != first[2:4] for first, *others in groups for share in (first, *others)):
         return False
     if len(set(num_held)) != 1 or not cuts:
         return True
-    vary = (len(set(each)) > 1 for group in groups for each in zip(*(share.values for share in group), strict=True))
+    vary = (
+        len(set(digests)) > 1 for group in groups for digests in zip(*(share.values for share in group), strict=True)
+    )
     return True if all(vary) else None
 
 
@@ -108,7 +110,7 @@ def join_parts(output: Any, plan: Plan, axes: Mapping[str, Axis], shard: BatchSh
 
     Traffic: one all-gather over each axis that cuts features or tokens.
     """
-    output = tree_map_only(Tensor, lambda each: each if each.dim() else None, output)
+    output = tree_map_only(Tensor, lambda tensor: tensor if tensor.dim() else None, output)
     joined: list[str] = []
     for cut in reversed(plan.activations.get(OUTPUT, ())):  # the fastest axis first: its parts are neighbors
         output = axes[cut.axis].all_gather(output, cut.dim, _output_sizes(plan, shard, cut.axis, joined))

@@ -45,19 +45,19 @@ def overlap_updates(
     the list that it yields. The updates scale the gradients by expected / real. Leaving the context waits for all
     updates. Without an offload or an optimizer the context does nothing, and its list stays empty.
     """
-    found: list[Mean] = []
+    means: list[Mean] = []
     if offload is None or optimizer is None:
-        yield found
+        yield means
         return
 
     def after_action(action: Action) -> None:
         if action == Action("F", num_microbatches - 1):
-            found.append(mean())
-            offload.begin(optimizer, expected / found[0][1])
+            means.append(mean())
+            offload.begin(optimizer, expected / means[0][1])
 
     before, executor.events = executor.events, (*executor.events, Events(after_action=after_action))
     try:
-        yield found
+        yield means
     finally:
         executor.events = before
         offload.end()

@@ -76,7 +76,9 @@ def copied_loss(loss: nn.Module, model: nn.Module | None = None) -> nn.Module:
     """
     memo = dict[int, Any]()
     try:
-        copy = structural_copy(loss, lambda each: each if isinstance(each, nn.Parameter) else each.clone(), memo)
+        copy = structural_copy(
+            loss, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone(), memo
+        )
     except ShardError as failure:
         raise PlanError(
             "the loss holds the model of a run, of which this rank has parts",
@@ -107,11 +109,11 @@ def structural_copy(
     Raises: PlanError: a function that holds a part of the model, as in a closure, cannot be rebuilt for the copy.
     """
     memo = {} if memo is None else memo
-    for each in (model, *unregistered(model)):
-        for p in each.parameters():
+    for root in (model, *unregistered(model)):
+        for p in root.parameters():
             if id(p) not in memo:
                 memo[id(p)] = keep_record(p, nn.Parameter(seen_as(p).detach(), requires_grad=p.requires_grad))
-        for b in each.buffers():
+        for b in root.buffers():
             if id(b) not in memo and b.layout != torch.strided:
                 memo[id(b)] = b.detach().clone()
             elif id(b) not in memo:
@@ -217,11 +219,11 @@ def _messages_cost(job: Job, layout: Layout) -> float:
     inputs = map_samples(example, lambda t: t.repeat(num_shares(layout), *(1 for _ in t.shape[1:])))
     by_strategy = StepTraffic(job, plan, strategies, inputs).at(dict.fromkeys(plan.mesh.axes, 0))
     if job.cluster is None:
-        return sum(each.sent_bytes for traffic in by_strategy.values() for each in traffic)
+        return sum(call.sent_bytes for traffic in by_strategy.values() for call in traffic)
     return sum(
-        each.times * job.cluster.message_s(each.kind, each.num_bytes, plan.mesh.group(each.axis.split("+"), 0))
+        call.times * job.cluster.message_s(call.kind, call.num_bytes, plan.mesh.group(call.axis.split("+"), 0))
         for traffic in by_strategy.values()
-        for each in traffic
+        for call in traffic
     )
 
 
@@ -247,10 +249,10 @@ def job_for(
     """
     example, graph, num_samples = None, None, samples_of(inputs, layout)
     if inputs is not None:
-        given = rows(inputs, 0, -(-num_rows(inputs) // num_shares(layout)))
-        example = on_device(given, torch.device("meta"))
-        has_values = not any(tensor.is_meta for tensor in tensors_of(given))
-        graph = ModelGraph(model, example, on_device(given, torch.device("cpu")) if has_values else None)
+        share = rows(inputs, 0, -(-num_rows(inputs) // num_shares(layout)))
+        example = on_device(share, torch.device("meta"))
+        has_values = not any(tensor.is_meta for tensor in tensors_of(share))
+        graph = ModelGraph(model, example, on_device(share, torch.device("cpu")) if has_values else None)
     stages = stages_by_device(model) if has_stages(layout) else ()
     return Job(model, loss, num_tokens, num_samples, roles, example, graph, stages)
 
@@ -281,8 +283,8 @@ def num_rows(tree: Any) -> int:
     Raises: LayoutError: the tensors of the batch have different numbers of samples, a tensor has no dims, or there are
         no tensors.
     """
-    shapes = [tuple(each.shape) for each in sample_tensors(tree)]
-    sizes = {shape[0] for shape in shapes if shape} | {each.num_samples for each in packed_in(tree)}
+    shapes = [tuple(tensor.shape) for tensor in sample_tensors(tree)]
+    sizes = {shape[0] for shape in shapes if shape} | {mark.num_samples for mark in packed_in(tree)}
     if len(sizes) != 1 or () in shapes:
         raise LayoutError(
             "the tensors of a batch have different numbers of samples, or none",
@@ -343,13 +345,13 @@ class StepTraffic:
     def _said_at(self, coord: Coord) -> dict[str, tuple[Traffic, ...]]:
         plan = self.plan
         microbatches = self._microbatches(coord)
-        calls = {id(each): self._module_calls(each) for each in different(microbatches)}
-        everywhere = tuple(calls[id(each)] for each in microbatches)
-        on_stage = {id(each): _on_stage(each, plan, coord) for each in different(everywhere)}
-        module_calls = tuple(on_stage[id(each)] for each in everywhere)
+        calls = {id(microbatch): self._module_calls(microbatch) for microbatch in different(microbatches)}
+        everywhere = tuple(calls[id(microbatch)] for microbatch in microbatches)
+        on_stage = {id(model_calls): _on_stage(model_calls, plan, coord) for model_calls in different(everywhere)}
+        module_calls = tuple(on_stage[id(model_calls)] for model_calls in everywhere)
         shards = microbatch_shards(plan, coord, self._num_samples, self._num_tokens)
         crossing = self._crossing(microbatches, shards, coord)
-        sent = tuple(each.sent for each in crossing)
+        sent = tuple(rehearsal.sent for rehearsal in crossing)
         batch = StepCalls(module_calls, shards, crossings(crossing), everywhere, microbatches, sent)
         return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in self.strategies}
 
@@ -367,9 +369,11 @@ class StepTraffic:
     def _parted_elements(self, coord: Coord) -> set[int]:
         """Returns the sizes in elements of the values of which the rank at ``coord`` sends other stages only a part."""
         shards = microbatch_shards(self.plan, coord, self._num_samples, self._num_tokens)
-        found = different(crossings(self._crossing(self._microbatches(coord), shards, coord)))
-        values = (each for crossing in found for tensors in crossing.values() for each in tensors if each.is_scattered)
-        return {each.num_bytes // each.element_bytes for each in values}
+        tables = different(crossings(self._crossing(self._microbatches(coord), shards, coord)))
+        values = (
+            tensor for crossing in tables for tensors in crossing.values() for tensor in tensors if tensor.is_scattered
+        )
+        return {tensor.num_bytes // tensor.element_bytes for tensor in values}
 
     def _module_calls(self, microbatch: Any) -> ModuleCalls:
         shapes = tuple(leaf.shape for leaf in tree_leaves(microbatch) if isinstance(leaf, Tensor))
@@ -385,12 +389,12 @@ class StepTraffic:
             return (MicrobatchRehearsal({}),) * len(microbatches)
         axes = [axis for axis in self.plan.mesh.axes if axis in mesh_axes("operators")]
         # all stages see the same values, and model copies with as many samples see values of the same shapes
-        counts = {id(each): each.counts(axes) for each in different(shards)}
-        key = (*(coord[axis] for axis in axes), *(counts[id(each)] for each in shards))
+        counts = {id(shard): shard.counts(axes) for shard in different(shards)}
+        key = (*(coord[axis] for axis in axes), *(counts[id(shard)] for shard in shards))
         if key not in self._crossings:
             model = narrow_model(without_storage(self.job.model), self.plan)  # a copy: the rehearsal changes it
             job = self.job._replace(model=model, loss=without_storage(self.job.loss))
-            copies = [cloned(each) for each in microbatches]  # the model's code may write to its inputs
+            copies = [cloned(microbatch) for microbatch in microbatches]  # the model's code may write to its inputs
             self._crossings[key] = values_crossing(
                 job, self.plan, self.strategies, copies, self._num_samples, coord, self._num_tokens
             )
@@ -410,11 +414,11 @@ def _on_stage(module_calls: ModuleCalls, plan: Plan, coord: Coord) -> ModuleCall
     if plan.stages is None or plan.schedule is None:
         return module_calls
     chunked, chunks = plan.stages.chunked, plan.schedule.chunks_of(coord["pp"])
-    found: dict[str, tuple[ModuleCall, ...]] = {}
+    by_path: dict[str, tuple[ModuleCall, ...]] = {}
     for path, calls in module_calls.items():
         times = chunked.times(path, len(calls), chunks)
-        found[path] = tuple(call for call, n in zip(calls, times, strict=True) for _ in range(n))
-    return found
+        by_path[path] = tuple(call for call, n in zip(calls, times, strict=True) for _ in range(n))
+    return by_path
 
 
 def microbatch_shards(plan: Plan, coord: Coord, num_global: int, num_tokens: int = 0) -> tuple[BatchShard, ...]:
@@ -427,13 +431,13 @@ def microbatch_shards(plan: Plan, coord: Coord, num_global: int, num_tokens: int
     mesh, number_of_all = plan.mesh, plan.layout.num_microbatches
     # the first (samples % microbatches) ones of a rank have a sample more
     firsts = sorted({0, *(samples % number_of_all for samples in held_sizes(mesh, plan.row_axes, num_global))})
-    found: list[BatchShard] = []
+    shards: list[BatchShard] = []
     for first, after in pairwise((*firsts, number_of_all)):
         shard = plan.batch_shard(coord)
         shard.set_microbatch(num_global, first, number_of_all)
         shard.set_num_tokens(num_tokens)
-        found += [shard] * (after - first)
-    return tuple(found)
+        shards += [shard] * (after - first)
+    return tuple(shards)
 
 
 def numbers_per_sample(targets: Any, num_tokens: int = 0) -> int:

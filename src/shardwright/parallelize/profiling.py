@@ -156,7 +156,7 @@ def _named_call(start: Callable[..., Pending[Any]]) -> Callable[..., Pending[Any
         calls = (
             [first]
             if isinstance(first, CollectiveCall)
-            else [message.call for each in (first, *args) for message in each]
+            else [message.call for messages in (first, *args) for message in messages]
         )
         call = calls[0] if calls else None
         name = "messages" if call is None else f"{call.kind} over {call.axis} ({call.source})"
@@ -204,23 +204,23 @@ def merged(
     """
     base_ns = min(int(part.get("baseTimeNanoseconds", 0)) for part in parts.values())
     begins = {
-        int(each["name"].split()[1]): (each, (int(part.get("baseTimeNanoseconds", 0)) - base_ns) / 1e3)
+        int(event["name"].split()[1]): (event, (int(part.get("baseTimeNanoseconds", 0)) - base_ns) / 1e3)
         for part in parts.values()
-        for each in part["traceEvents"]
-        if each.get("ph") == "X" and each["name"].startswith("rank ") and each["name"].split()[-1].isdigit()
+        for event in part["traceEvents"]
+        if event.get("ph") == "X" and event["name"].startswith("rank ") and event["name"].split()[-1].isdigit()
     }
-    started = {rank: each["ts"] + shift for rank, (each, shift) in begins.items()}
+    started = {rank: event["ts"] + shift for rank, (event, shift) in begins.items()}
     events: list[dict[str, Any]] = []
     for rank, part in parts.items():
         shift = (int(part.get("baseTimeNanoseconds", 0)) - base_ns) / 1e3
         if nodes and rank in started and 0 in started and nodes[rank] != nodes[0]:
             shift += started[0] - started[nodes.index(nodes[rank])]
-        own = {each["tid"]: other for other, (each, _) in begins.items()} if shared else {}
+        own = {event["tid"]: other for other, (event, _) in begins.items()} if shared else {}
         events += _renumbered(part["traceEvents"], rank, shift, own, len(names) if shared else None)
-    process = {number: names[number // PER_RANK] for number in sorted({each["pid"] for each in events})
+    process = {number: names[number // PER_RANK] for number in sorted({event["pid"] for event in events})
                if number // PER_RANK in names}  # fmt: skip
     described = []
-    for number in sorted({each["pid"] for each in events}):
+    for number in sorted({event["pid"] for event in events}):
         name = process.get(number, "other threads") + (f", device {number % PER_RANK - 1}" if number % PER_RANK else "")
         described += [
             {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": name}},
@@ -236,15 +236,15 @@ def _renumbered(
 
     ``own`` is the rank of each thread if ranks are threads; threads that are no rank's get the number ``others``.
     """
-    for each in events:
-        if not isinstance(each.get("pid"), int) or (each["ph"] == "M" and each["name"].startswith("process_")):
+    for event in events:
+        if not isinstance(event.get("pid"), int) or (event["ph"] == "M" and event["name"].startswith("process_")):
             continue  # the profiler's own rows, and names that the merged trace gives itself
-        is_device = each.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
-        owner = rank if others is None else own.get(each.get("tid"), others)
-        number = owner * PER_RANK + (1 + each["pid"] if is_device else 0)
-        changed = {**each, "pid": number}
-        if "ts" in each:
-            changed["ts"] = each["ts"] + shift_us
-        if "id" in each:
-            changed["id"] = f"{rank}.{each['id']}"  # flows of two processes must not be joined
+        is_device = event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
+        owner = rank if others is None else own.get(event.get("tid"), others)
+        number = owner * PER_RANK + (1 + event["pid"] if is_device else 0)
+        changed = {**event, "pid": number}
+        if "ts" in event:
+            changed["ts"] = event["ts"] + shift_us
+        if "id" in event:
+            changed["id"] = f"{rank}.{event['id']}"  # flows of two processes must not be joined
         yield changed

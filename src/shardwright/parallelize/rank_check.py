@@ -116,21 +116,21 @@ def check_ranks(
         digests of each tensor, and an all-reduce of each differing parameter that tensor parallelism copies.
     """
     everyone = axes["world"].for_strategy("core")
-    found = list(_lines(plan, values, batch, (number, earlier), updates))
-    num_bits = 63 // len(found)
+    texts = list(_lines(plan, values, batch, (number, earlier), updates))
+    num_bits = 63 // len(texts)
     word = 0
-    for each in found:
-        word = word << num_bits | (1 + text_digest(str(each.lines)) % (2**num_bits - 1) if each.lines else 0)
+    for text in texts:
+        word = word << num_bits | (1 + text_digest(str(text.lines)) % (2**num_bits - 1) if text.lines else 0)
     words = everyone.all_gather(torch.tensor([word], device=everyone.device)).tolist()
     differ = []
-    for place, each in enumerate(reversed(found)):
-        if _differs(plan, each, [word >> num_bits * place & 2**num_bits - 1 for word in words]):
-            differ.append(each)
-    for each in reversed(differ):  # the first in the list explains the others
-        every = gather_json(everyone, each.lines)
-        if each.axes[0] in mesh_axes("operators") and each.what == PARAMETERS:
-            every = _beyond_rounding(every, axes, parameters, each)
-        _check_lines(plan, each, every, number)
+    for place, text in enumerate(reversed(texts)):
+        if _differs(plan, text, [word >> num_bits * place & 2**num_bits - 1 for word in words]):
+            differ.append(text)
+    for text in reversed(differ):  # the first in the list explains the others
+        every = gather_json(everyone, text.lines)
+        if text.axes[0] in mesh_axes("operators") and text.what == PARAMETERS:
+            every = _beyond_rounding(every, axes, parameters, text)
+        _check_lines(plan, text, every, number)
 
 
 def batch_number(batch: Microbatch) -> int:
@@ -138,9 +138,9 @@ def batch_number(batch: Microbatch) -> int:
 
     It is so small that the sum of its squares over 1,024 ranks, times the number of ranks, is exact in float64.
     """
-    if not batch.of_global or any(each.is_meta for each in batch.of_global):
+    if not batch.of_global or any(tensor.is_meta for tensor in batch.of_global):
         return 0
-    text = f"{batch.num_global} {[tensor_digest(each) for each in batch.of_global]}"
+    text = f"{batch.num_global} {[tensor_digest(tensor) for tensor in batch.of_global]}"
     return 1 + text_digest(text) % (2**16 - 1)
 
 
@@ -197,7 +197,7 @@ def _lines(
     digests = [tensor_digest(tensor.contiguous()) for tensor in tensors] if alike and len(batch.samples) else []
     yield RankText("the batch", alike, {f"tensor {place}": text for place, text in enumerate(digests)})
     cut = tuple(axis for axis in held if axis not in alike)
-    order = {f"tensor {place}": tensor_digest(each) for place, each in enumerate(batch.of_global)}
+    order = {f"tensor {place}": tensor_digest(tensor) for place, tensor in enumerate(batch.of_global)}
     yield RankText(GLOBAL_BATCH, cut, order if cut else {})
     for axis in held:
         copied = {name: text for name, text in values.items() if axis not in plan.state[name].parameter.axes}
@@ -207,7 +207,7 @@ def _lines(
 def bit_sums(parameters: Mapping[str, Tensor]) -> dict[str, str]:
     """Returns, by name, a checksum of each tensor as text: the sum of its elements' bits, read as integers."""
     flat = [_real(parameter).reshape(-1) for parameter in parameters.values()]
-    sums = [each.view(_BITS[each.element_size()]).sum(dtype=torch.int64) for each in flat]
+    sums = [tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in flat]
     return dict(zip(parameters, map(str, torch.stack(sums).tolist() if sums else ()), strict=True))
 
 

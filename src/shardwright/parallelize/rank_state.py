@@ -26,12 +26,12 @@ class RankState:
     ) -> None:  # fmt: skip
         self.model, self.loss = job.model, job.loss
         self.plan, self.world, self.axes = plan, world, axes
-        stored = {name: p for each in applied for name, p in each.parameters.items()}
+        stored = {name: p for strategy in applied for name, p in strategy.parameters.items()}
         # the other name of a tied parameter may be the first on a stage that holds nothing of it
         self.parameters: Mapping[str, nn.Parameter] = {
             name: stored.get(name, p) for name, p in self.model.named_parameters() if name in plan.state or p.numel()
         }
-        self.offload = next((each.offload for each in applied if each.offload is not None), None)
+        self.offload = next((strategy.offload for strategy in applied if strategy.offload is not None), None)
         self._applied, self._executor = applied, executor
         self.coord = plan.mesh.coord(world.rank)
         self.num_steps = 0
@@ -48,8 +48,8 @@ class RankState:
 
     def _check_written(self) -> None:
         """Raises PlanError if a copy of a parameter was written to, where the next step reads the parameter itself."""
-        for each in self._applied:
-            each.check(False)
+        for strategy in self._applied:
+            strategy.check(False)
 
     def changed(self) -> None:
         """Marks unsharded and low-precision copies of parameters as out of date, so that they are renewed before use.
@@ -62,12 +62,12 @@ class RankState:
 
     def kept(self) -> Iterator[Tensor]:
         """Yields ZeRO's buffers of unsharded parameters, which stay in memory between steps beside the parameters."""
-        return (tensor for each in self._applied for tensor in each.kept())
+        return (tensor for strategy in self._applied for tensor in strategy.kept())
 
     def receiving(self) -> Iterator[Tensor]:
         """Yields the buffers into which pipeline stages receive large messages, which stay in memory between steps."""
-        return (tensor for each in self._applied for tensor in each.receiving())
+        return (tensor for strategy in self._applied for tensor in strategy.receiving())
 
     def summing(self) -> Iterator[Tensor]:
         """Yields the tensors in which ZeRO adds up gradients, before they become the ``.grad`` of the parameters."""
-        return (tensor for each in self._applied for tensor in each.summing())
+        return (tensor for strategy in self._applied for tensor in strategy.summing())

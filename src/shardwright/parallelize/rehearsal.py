@@ -77,11 +77,13 @@ def crossings(found: Sequence[MicrobatchRehearsal]) -> tuple[Crossings, ...]:
             for t, is_scattered in zip(tensors, scattered or (False,) * len(tensors), strict=True)
         )
 
-    known = {
-        id(each): {name: sizes(value, each.scattered.get(name, ())) for name, value in each.values.items()}
-        for each in different(found)
+    by_id = {
+        id(rehearsal): {
+            name: sizes(value, rehearsal.scattered.get(name, ())) for name, value in rehearsal.values.items()
+        }
+        for rehearsal in different(found)
     }
-    return tuple(known[id(each)] for each in found)
+    return tuple(by_id[id(rehearsal)] for rehearsal in found)
 
 
 def values_crossing(
@@ -116,12 +118,12 @@ def values_crossing(
     shard = plan.batch_shard(coord)
     shard.set_num_tokens(num_tokens)
     job = job._replace(batch_shard=shard, rng=RngTracker(), deferred=DeferredGradients())
-    job, _ = apply_in_turn([each for each in strategies if each.phase == "operators"], job, axes, plan)
+    job, _ = apply_in_turn([strategy for strategy in strategies if strategy.phase == "operators"], job, axes, plan)
     job.model.eval()
     chunked = plan.stages.chunked
     chunks = [prepare(job.model, chunked, number) for number in range(chunked.num_chunks)]
-    wanted = {value for edge in chunked.edges for value in edge.values}
-    found, values = [], may_read_values(job.model)
+    edge_names = {value for edge in chunked.edges for value in edge.values}
+    rehearsals, values = [], may_read_values(job.model)
     by_shapes: dict[tuple[object, ...], MicrobatchRehearsal] = {}  # equal microbatches are rehearsed once
     inside = mesh_axes("operators")  # of other copies of the model nothing is gathered
     for number, inputs in enumerate(microbatches):
@@ -131,29 +133,29 @@ def values_crossing(
             crossed: dict[str, Any] = {}
             for chunk in chunks:
                 on_meta_device = on_meta(job.model, values=values, spread=True)
-                with torch.enable_grad(), on_meta_device, framed(job.frame, inputs) as given:
-                    known = {**bind(chunked, given), **crossed}
-                    run(chunk, known, chunked.before((lambda *_: None) if job.frame is None else job.frame.repeat))
-                crossed.update({name: value for name, value in known.items() if name in wanted})
+                with torch.enable_grad(), on_meta_device, framed(job.frame, inputs) as frame_inputs:
+                    by_name = {**bind(chunked, frame_inputs), **crossed}
+                    run(chunk, by_name, chunked.before((lambda *_: None) if job.frame is None else job.frame.repeat))
+                crossed.update({name: value for name, value in by_name.items() if name in edge_names})
             wholes: WholeShapes = {}
             if plain is not None:
-                with framed(job.frame, inputs) as given:
-                    wholes = whole_shapes(plain, chunked, given)
+                with framed(job.frame, inputs) as frame_inputs:
+                    wholes = whole_shapes(plain, chunked, frame_inputs)
             scattered = {
                 name: tuple(
-                    each.shape == whole and may_scatter(each.numel(), num_parts)
-                    for each, whole in zip(_tensors(crossed[name]), shapes, strict=True)
+                    tensor.shape == whole and may_scatter(tensor.numel(), num_parts)
+                    for tensor, whole in zip(_tensors(crossed[name]), shapes, strict=True)
                 )
                 for name, shapes in wholes.items()
             }
-            by_shapes[key] = MicrobatchRehearsal({name: crossed[name] for name in wanted}, scattered=scattered)
-        found.append(by_shapes[key])
-    return tuple(found)
+            by_shapes[key] = MicrobatchRehearsal({name: crossed[name] for name in edge_names}, scattered=scattered)
+        rehearsals.append(by_shapes[key])
+    return tuple(rehearsals)
 
 
 def _values_recorded(job: Job, stages: EventStages, microbatches: Sequence[Any]) -> tuple[MicrobatchRehearsal, ...]:
     """Returns the tensors that chunks send each other, as meta tensors, from a record of each microbatch's forward."""
-    found, by_shapes = [], dict[tuple[object, ...], MicrobatchRehearsal]()
+    rehearsals, by_shapes = [], dict[tuple[object, ...], MicrobatchRehearsal]()
     computing, planned = replace(stages, model=job.model), _signature(stages.model, job.example)
     for inputs in microbatches:
         key = tuple(tensor.shape for tensor in _tensors(inputs))
@@ -162,8 +164,8 @@ def _values_recorded(job: Job, stages: EventStages, microbatches: Sequence[Any])
             by_shapes[key] = MicrobatchRehearsal(
                 _ghosts_crossing(stages.chunked if known else computing.with_inputs(inputs), stages.chunked)
             )
-        found.append(by_shapes[key])
-    return tuple(found)
+        rehearsals.append(by_shapes[key])
+    return tuple(rehearsals)
 
 
 def _ghosts_crossing(chunked: EventsChunked, planned: EventsChunked) -> dict[str, Any]:
@@ -171,22 +173,22 @@ def _ghosts_crossing(chunked: EventsChunked, planned: EventsChunked) -> dict[str
 
     Other inputs may take another path, on which the same edge has other values.
     """
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for pair, names in planned.values.items():
-        made = [(name, chunked.record.specs[name].ghost()) for name in chunked.values.get(pair, ())]
-        ghosts = [ghost if name in chunked.record.learning else ghost.detach() for name, ghost in made]
+        named_ghosts = [(name, chunked.record.specs[name].ghost()) for name in chunked.values.get(pair, ())]
+        ghosts = [ghost if name in chunked.record.learning else ghost.detach() for name, ghost in named_ghosts]
         same = len(ghosts) == len(names)
-        found.update(
+        by_name.update(
             zip(map(crossing_name, names), ghosts if same else [ghosts, *([] for _ in names[1:])], strict=True)
         )
-    return found
+    return by_name
 
 
 def _signature(model: nn.Module, inputs: Any) -> tuple[object, ...]:
     """Returns all that a model's recorded forward depends on beside its code: mode, dtypes, and the inputs' shapes."""
     leaves, tree = tree_flatten(inputs)
-    given = [(each.shape, each.dtype) if isinstance(each, Tensor) else each for each in leaves]
-    return model.training, [p.dtype for p in model.parameters()], given, tree
+    shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return model.training, [p.dtype for p in model.parameters()], shapes, tree
 
 
 def _values_on_shards(
@@ -210,7 +212,7 @@ def _values_on_shards(
     stage = GhostStage(job.model, stages, stage_of, pipe, lambda *_: None, job.frame)
     forwards = [Action("F", 0, chunk) for chunk in range(stages.num_chunks)]
     schedule = Schedule("rehearsal", ((*forwards, *(a._replace(kind="B") for a in reversed(forwards))),), stage_of, 1)
-    found, by_shapes = [], dict[tuple[object, ...], MicrobatchRehearsal]()
+    rehearsals, by_shapes = [], dict[tuple[object, ...], MicrobatchRehearsal]()
     for inputs in microbatches:
         key = tuple(tensor.shape for tensor in _tensors(inputs))
         if key not in by_shapes:
@@ -237,8 +239,8 @@ def _values_on_shards(
                 for name, value in values.items()
             }
             by_shapes[key] = MicrobatchRehearsal(values, sent, scattered if num_parts > 1 else {})
-        found.append(by_shapes[key])
-    return tuple(found)
+        rehearsals.append(by_shapes[key])
+    return tuple(rehearsals)
 
 
 class _OutputSum:

@@ -52,18 +52,18 @@ def may_be_repeated(loss: nn.Module) -> bool:
     (False, True)
     """
     seen: dict[int, Any] = {}
-    own, num_elements = {id(module) for module in loss.modules()}, 0
+    own_ids, num_elements = {id(module) for module in loss.modules()}, 0
     waiting: list[Any] = [loss]
     while waiting:
-        for _, each in reached(waiting.pop(), seen):
-            if isinstance(each, Tensor):
-                num_elements += each.numel()
+        for _, member in reached(waiting.pop(), seen):
+            if isinstance(member, Tensor):
+                num_elements += member.numel()
                 continue
-            functions = _functions_of(each)
-            writes = _WRITES - _ATTRIBUTES if id(each) in own else _WRITES
-            if _is_shared(each, id(each) in own) or any(_changes(function, writes) for function in functions):
+            functions = _functions_of(member)
+            writes = _WRITES - _ATTRIBUTES if id(member) in own_ids else _WRITES
+            if _is_shared(member, id(member) in own_ids) or any(_changes(function, writes) for function in functions):
                 return False
-            waiting += [held for function in functions for held in _known_to(function) if type(held) not in ATOMS]
+            waiting += [value for function in functions for value in _known_to(function) if type(value) not in ATOMS]
     return num_elements <= _MOST_ELEMENTS
 
 
@@ -81,7 +81,7 @@ def _functions_of(value: Any) -> list[FunctionType]:
         return [] if _is_known(value) else [value]
     kinds = () if isinstance(value, type) else (kind for kind in type(value).__mro__ if not _is_known(kind))
     named = [item for kind in kinds for item in vars(kind).items()]
-    return [each for name, each in named if isinstance(each, FunctionType) and name != "__init__"]
+    return [method for name, method in named if isinstance(method, FunctionType) and name != "__init__"]
 
 
 def _is_known(value: Any) -> bool:
@@ -90,17 +90,17 @@ def _is_known(value: Any) -> bool:
 
 def _changes(function: FunctionType, writes: Collection[str]) -> bool:
     """Returns whether a function may change what other code sees: it writes, prints, or knows a container."""
-    outer, held = {*function.__code__.co_freevars}, [*_known_to(function)]
-    if any(isinstance(each, list | dict | set | deque | bytearray) for each in held):
+    outer, values = {*function.__code__.co_freevars}, [*_known_to(function)]
+    if any(isinstance(value, list | dict | set | deque | bytearray) for value in values):
         return True
-    stores_in_class = any(isinstance(each, type) and not _is_known(each) for each in held)
+    stores_in_class = any(isinstance(value, type) and not _is_known(value) for value in values)
     return any(
-        each.opname in writes
-        or (each.opname in _ATTRIBUTES and stores_in_class)
-        or (each.opname == "STORE_DEREF" and each.argval in outer)
-        or (each.opname.startswith("LOAD_GLOBAL") and each.argval in _PRINTS)
+        instruction.opname in writes
+        or (instruction.opname in _ATTRIBUTES and stores_in_class)
+        or (instruction.opname == "STORE_DEREF" and instruction.argval in outer)
+        or (instruction.opname.startswith("LOAD_GLOBAL") and instruction.argval in _PRINTS)
         for code in code_objects(function)
-        for each in dis.get_instructions(code)
+        for instruction in dis.get_instructions(code)
     )
 
 

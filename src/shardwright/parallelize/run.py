@@ -69,8 +69,8 @@ if TYPE_CHECKING:
 def check_run(run: Any, line: str) -> None:
     """Raises PlanError if ``run``, an argument of a user's, is not a run; ``line`` is the line to write."""
     if not isinstance(run, Run):
-        given = f"{type(run).__module__}.{type(run).__name__}".removeprefix("builtins.")
-        raise PlanError("the run is missing", given=given, allowed="what sw.parallelize returned", fix=f"write {line}")
+        kind = f"{type(run).__module__}.{type(run).__name__}".removeprefix("builtins.")
+        raise PlanError("the run is missing", given=kind, allowed="what sw.parallelize returned", fix=f"write {line}")
 
 
 class Run(RankState):
@@ -260,10 +260,10 @@ class Run(RankState):
         if self._first_batch is not None:
             self._first_batch.check(batch.inputs, self.model)
         self._checker.before_step(self, batch)
-        found = self._step.take(batch, update, self.num_steps)
-        self._guard.last_loss = found[0], self._guard.num_updates
+        mean_and_count = self._step.take(batch, update, self.num_steps)
+        self._guard.last_loss = mean_and_count[0], self._guard.num_updates
         self.num_steps += 1
-        return found
+        return mean_and_count
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -305,11 +305,11 @@ class Run(RankState):
         >>> abs(found[0] - nn.functional.cross_entropy(model(x), targets).item()) < 1e-5
         True
         """
-        found = []
+        means = []
         for batch in batches:
             check_part("evaluate_all", batch)
-            found.append(self._step.evaluate(batch))
-        return mean_of_batches(found)
+            means.append(self._step.evaluate(batch))
+        return mean_of_batches(means)
 
     def predict(self, inputs: Any) -> Any:
         """Returns the model's output for all samples, on every rank, in eval mode and without gradients.
@@ -374,13 +374,13 @@ class Run(RankState):
         [torch.Size([3, 4]), torch.Size([3, 4])]
         """
         predict = self.predict if self._executor.refuses_calls else None
-        given, others = (
-            on_device(inputs_in(as_tensors(each), self.plan), self.world.device) for each in (inputs, options)
+        local_inputs, others = (
+            on_device(inputs_in(as_tensors(tree), self.plan), self.world.device) for tree in (inputs, options)
         )
         by_threads = self.world.local and self.world.size > 1
         guarded = bool(self.plan.allowed_callers)
         return generate(
-            self.model, predict, self._everyone, given, seed, others, guarded=guarded, by_threads=by_threads
+            self.model, predict, self._everyone, local_inputs, seed, others, guarded=guarded, by_threads=by_threads
         )
 
     # ---- observing a step
@@ -502,18 +502,18 @@ class Run(RankState):
         by_shape = callable(parameters)
         if callable(parameters):
             parameters = groups_of(parameters, self.parameters, self.plan)
-        given = None if parameters is None else list(parameters)
-        check_elementwise(kind, options, self.plan, given or ())
+        parameter_list = None if parameters is None else list(parameters)
+        check_elementwise(kind, options, self.plan, parameter_list or ())
         # before torch fills in what a group does not name
-        named = all(isinstance(group, dict) and "weight_decay" in group for group in given or ())
+        named = all(isinstance(group, dict) and "weight_decay" in group for group in parameter_list or ())
         own = [p for p in self.parameters.values() if p.requires_grad]
         own = own or [nn.Parameter(torch.empty(0))]  # a stage that trains nothing: torch's optimizers need a parameter
-        optimizer = kind(own if given is None else given, **options)
+        optimizer = kind(own if parameter_list is None else parameter_list, **options)
         check_own(optimizer, (*self.parameters.values(), *own), self.plan)
-        if given is not None and not by_shape and self.world.device.type != "meta":
+        if parameter_list is not None and not by_shape and self.world.device.type != "meta":
             everyone = self._everyone.for_strategy("core")
             check_groups(optimizer, self.parameters, self.plan, everyone, states_decay=named)
-        self._guard.accept(optimizer, of_all=given is None or by_shape)
+        self._guard.accept(optimizer, of_all=parameter_list is None or by_shape)
         if self.offload is not None:
             self.offload.attach(optimizer, lambda groups: kind(groups, **options))
         if self.plan.layout.compile is not None:

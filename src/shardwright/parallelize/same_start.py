@@ -37,7 +37,7 @@ def check_same_start(
     if everyone.size == 1 or everyone.device.type == "meta":  # no peers, or no values: spare the digests
         return
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    tensors |= {f"{_EXAMPLE} {number}": each for number, each in enumerate(tensors_of(example))}
+    tensors |= {f"{_EXAMPLE} {number}": tensor for number, tensor in enumerate(tensors_of(example))}
 
     def address(tensor: Tensor) -> str:
         return f"{tensor.device} {tensor.data_ptr()} {tensor.stride()}"

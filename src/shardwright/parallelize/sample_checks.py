@@ -84,9 +84,9 @@ def warn_of_loss_norms(loss: nn.Module, plan: Plan, world: World) -> None:
     if world.rank or not cuts_batch(plan) or plan.layout.own_statistics:
         return
     reads = reads_of(loss)
-    of_model = {id(each) for each in (reads.held.values() if reads is not None else ())}
-    held = (each for _, each in objects_of_loss(loss) if isinstance(each, nn.Module) and id(each) not in of_model)
-    norm = next((each for each in (*loss.modules(), *held) if each.training and sees_batch(each)), None)
+    of_model = {id(module) for module in (reads.held.values() if reads is not None else ())}
+    parts = (part for _, part in objects_of_loss(loss) if isinstance(part, nn.Module) and id(part) not in of_model)
+    norm = next((module for module in (*loss.modules(), *parts) if module.training and sees_batch(module)), None)
     if norm is not None:
         warn(
             f"the loss holds a {type(norm).__name__} in training mode, which under {plan.layout} takes its statistics "

@@ -101,7 +101,7 @@ class TrainStep:
         # stages run code that was read when the model was laid out, and would not see another forward
         self._code = code_of(executor.model) if plan.schedule else ()
         several = plan.layout.num_microbatches > 1 and not plan.layout.own_statistics
-        is_replaced = any(each.rung is not Rung.ON_SHARDS for each in stack_of(loss).wrappers)
+        is_replaced = any(wrapper.rung is not Rung.ON_SHARDS for wrapper in stack_of(loss).wrappers)
         known = type(loss) in (CrossEntropy, MeanSquaredError, SumLoss) or is_replaced
         self._has_marks = False  # whether all samples share some targets of the first batch
         self._reads_loss = self._is_of_parts = not known and (several or bool(plan.row_axes))
@@ -245,15 +245,15 @@ class TrainStep:
             return self._output(inputs, range(num_samples), None)
         output = self._output(inputs, self._shard.local_samples(num_samples), num_samples)
         num_held = [len(self._shard.samples(moves, at)) for at in self.plan.mesh.coords(self.plan.row_axes)]
-        own = described(output, len(self._shard.samples(moves)), inputs, num_samples)
-        found = can_join(own, self.plan, core, () if own.tree in self._told else num_held)
-        if found:
-            self._told.add(own.tree)
-            return tree_map_only(Tensor, lambda each: self._shard.join_samples(each, self.axes, moves), output)
+        share = described(output, len(self._shard.samples(moves)), inputs, num_samples)
+        verdict = can_join(share, self.plan, core, () if share.tree in self._told else num_held)
+        if verdict:
+            self._told.add(share.tree)
+            return tree_map_only(Tensor, lambda tensor: self._shard.join_samples(tensor, self.axes, moves), output)
         output = self._output(inputs, range(num_samples), None)
-        self._joins = found is None and None not in described(output, num_samples).leaves
+        self._joins = verdict is None and None not in described(output, num_samples).leaves
         if self._joins:
-            self._told.add(own.tree)
+            self._told.add(share.tree)
         return output
 
     def _output(self, inputs: Any, samples: range, num_global: int | None) -> Any:
@@ -274,7 +274,7 @@ class TrainStep:
         output = join_parts(output, self.plan, self.axes, self._shard)
         if num_global is None and self.plan.row_moves.get(OUTPUT) and not self.plan.token_axes:
             # layers that gather samples over an axis gathered as many copies: every rank began with all samples
-            output = tree_map_only(Tensor, lambda each: each[: len(samples)], output)
+            output = tree_map_only(Tensor, lambda tensor: tensor[: len(samples)], output)
         return output
 
     def _begin(self, num_tokens: int) -> None:
@@ -341,9 +341,9 @@ def inputs_in(inputs: Any, plan: Plan) -> Any:
 
 def pieces_of(batch: Microbatch, num_microbatches: int) -> list[Microbatch]:
     """Returns this rank's part of a batch split into ``num_microbatches`` microbatches; some may be empty."""
-    found, first = [], batch.samples.start
+    microbatches, first = [], batch.samples.start
     for samples in microbatch_samples(batch.samples, num_microbatches):
         start, stop = samples.start - first, samples.stop - first
         inputs, targets = rows((batch.inputs, batch.targets), start, stop)
-        found.append(Microbatch(inputs, targets, samples, batch.num_global, batch.num_tokens))
-    return found
+        microbatches.append(Microbatch(inputs, targets, samples, batch.num_global, batch.num_tokens))
+    return microbatches

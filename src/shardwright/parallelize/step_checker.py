@@ -64,8 +64,8 @@ class StepChecker:
         """Raises PlanError if ranks differ; warns if nothing has trained. ``earlier`` is as in :func:`check_ranks`."""
         if run.world.device.type == "meta":
             return
-        for each in self._applied:
-            each.check(True)
+        for strategy in self._applied:
+            strategy.check(True)
         values = bit_sums({name: p for name, p in run.parameters.items() if name not in run.plan.offloaded})
         trained = (name for name, p in run.parameters.items() if p.requires_grad and p.numel() and name in values)
         if run.world.size > 1:

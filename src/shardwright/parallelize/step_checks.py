@@ -55,18 +55,18 @@ def torch_errors_explained(plan: Plan) -> Iterator[None]:
         yield
     except (RuntimeError, ValueError) as failure:
         text = first_line(failure)
-        given = f"{type(failure).__name__}: {text}{line_of(failure)}, under {layout}"
+        description = f"{type(failure).__name__}: {text}{line_of(failure)}, under {layout}"
         if layout.own_statistics and ONE_VALUE in text:
             raise PlanError(
                 "a BatchNorm has one value for each channel of a microbatch",
-                given=given,
+                given=description,
                 allowed="microbatches of several samples, or channels of more than one pixel",
                 fix="use fewer microbatches, larger batches, or GroupNorm",
             ) from failure
         if plan.stages is not None and layout.num_microbatches > 1 and "modified by an inplace operation" in text:
             raise PlanError(
                 "a forward writes to a tensor that the backward of an earlier microbatch needs as it was",
-                given=given,
+                given=description,
                 allowed="writes to a weight in the forward, as of layers that normalize theirs, where each microbatch "
                 "runs its backward before the next one's forward: under dp, tp, mb and pp with one microbatch",
                 fix="compute the changed weight anew, as weight = F.normalize(self.weight); or leave out pp, or mb",
@@ -75,7 +75,7 @@ def torch_errors_explained(plan: Plan) -> Iterator[None]:
         if precision != "fp32" and is_torchs and _DTYPES.search(text):
             raise PlanError(
                 f"the model's code does not run in {precision}",
-                given=given,
+                given=description,
                 allowed=f"operators that torch has for {precision}, on tensors of one dtype",
                 fix=f"leave out {precision}, or convert in the model's code: x.float() before such an operator, and "
                 ".to(weight.dtype) behind it",
@@ -157,9 +157,9 @@ def check_frozen(parameters: Mapping[str, nn.Parameter], frozen: Collection[str]
 def check_dtypes(parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype]) -> None:
     """Raises PlanError if a parameter of the run's model has another dtype than the layout computes in (``dtypes``)."""
     with torch._C.DisableTorchFunctionSubclass():  # parameters that are marked between steps answer slowly
-        found = {name: p.dtype for name, p in parameters.items() if p.dtype != dtypes.get(name, p.dtype)}
-    if found:
-        name, dtype = next(iter(found.items()))
+        changed_dtypes = {name: p.dtype for name, p in parameters.items() if p.dtype != dtypes.get(name, p.dtype)}
+    if changed_dtypes:
+        name, dtype = next(iter(changed_dtypes.items()))
         raise PlanError(
             f"the dtype of the parameter '{name}' of run.model was changed since the model was laid out",
             given=f"{dtype} in place of {dtypes[name]}, as by run.model.half()",
@@ -257,7 +257,7 @@ def dropout_warning(model: nn.Module) -> str:
     >>> dropout_warning(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
     ''
     """
-    off = [path for path, each in model.named_modules() if not each.training and _share_dropped(each) > 0]
+    off = [path for path, module in model.named_modules() if not module.training and _share_dropped(module) > 0]
     if not off:
         return ""
     named = f"'{off[0]}'" + (f" and {len(off) - 1} more are" if len(off) > 1 else " is")
@@ -283,7 +283,7 @@ def idle_hooks_warning(model: nn.Module, stored: Mapping[str, Tensor], plan: Pla
     their gradients after the backward.
     """
     computing = {id(parameter) for parameter in model.parameters()}
-    idle = (name for name, each in stored.items() if id(each) not in computing and has_hook_of_user(each))
+    idle = (name for name, tensor in stored.items() if id(tensor) not in computing and has_hook_of_user(tensor))
     name = next(idle, "")
     return name and (
         f"the hook on the gradient of run.parameters['{name}'] never runs: under {plan.layout} that tensor is a shard "

@@ -112,8 +112,10 @@ class StepGuard:
 
     def is_plain(self, tensor: Tensor) -> bool:
         """Returns whether a tensor is one that no step of the run reads, as of the plain model, or shares memory."""
-        others = [other for each in self._others.values() if (other := each()) is not None and not other.is_meta]
-        return any(each is tensor or (each.numel() and each.data_ptr() == tensor.data_ptr()) for each in others)
+        others = [
+            other for reference in self._others.values() if (other := reference()) is not None and not other.is_meta
+        ]
+        return any(other is tensor or (other.numel() and other.data_ptr() == tensor.data_ptr()) for other in others)
 
     @property
     def has_stepped(self) -> bool:
@@ -282,7 +284,7 @@ class StepGuard:
 
     def _holds_others(self, tensors: Iterable[Tensor]) -> bool:
         """Returns whether no step of the run reads some of these tensors, and only the run's have new gradients."""
-        found = False
+        has_other = False
         with torch._C.DisableTorchFunctionSubclass():  # a parameter of which there are shards would raise
             for tensor in tensors:
                 if id(tensor) in self._own:
@@ -290,8 +292,8 @@ class StepGuard:
                 if tensor.grad is not None and not self._is_from_before(tensor):
                     return False  # trained by other code
                 other = self._others.get(id(tensor))
-                found = found or (other is not None and other() is tensor)
-        return found
+                has_other = has_other or (other is not None and other() is tensor)
+        return has_other
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -440,7 +442,7 @@ def _look_before_backward() -> None:
             return _RUN_BACKWARD(outputs, *args, **named)
         except RuntimeError as failure:
             tensors = [outputs] if isinstance(outputs, Tensor) else outputs
-            if any(each.requires_grad for each in tensors) or not any(guard.has_stepped for guard in _guards()):
+            if any(tensor.requires_grad for tensor in tensors) or not any(guard.has_stepped for guard in _guards()):
                 raise
             raise PlanError(
                 "a loss of run.step has no backward left: the step has run forward and backward",

@@ -61,11 +61,11 @@ def _rates_of(optimizer: torch.optim.Optimizer) -> str:
 
 def _options_of(optimizer: torch.optim.Optimizer) -> str:
     """Returns the class of an optimizer and the options of its groups, such as weight decay and betas, as text."""
-    found = []
+    texts = []
     for group in optimizer.param_groups:
         plain = {key: value for key, value in group.items() if key not in ("lr", "params") and _is_plain(value)}
-        found.append(str(sorted(plain.items())))
-    return f"{type(optimizer).__name__} {' '.join(found)}"
+        texts.append(str(sorted(plain.items())))
+    return f"{type(optimizer).__name__} {' '.join(texts)}"
 
 
 def _is_plain(value: Any) -> bool:

@@ -57,13 +57,13 @@ def clear_both(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None
 def _holders(model: nn.Module, names: Collection[str]) -> dict[nn.Module, list[str]]:
     """Returns the modules that have parameters of these names, themselves or in a submodule, with those names."""
     modules = dict(model.named_modules())
-    found: dict[nn.Module, list[str]] = {}
+    holders: dict[nn.Module, list[str]] = {}
     for path, _, _, name in owners(model):
         if name in names:
             parts = path.split(".") if path else []
             for number in range(len(parts) + 1):
-                found.setdefault(modules[".".join(parts[:number])], []).append(name)
-    return found
+                holders.setdefault(modules[".".join(parts[:number])], []).append(name)
+    return holders
 
 
 class _ZeroGradients:
@@ -134,16 +134,18 @@ def _refuse_load(
 ) -> None:  # fmt: skip
     if id(module) != own:
         return  # a copy, such as averages of the parameters, takes its hooks along
-    given = {name: state[f"{prefix}{name}"] for name in names if f"{prefix}{name}" in state}
+    values = {name: state[f"{prefix}{name}"] for name in names if f"{prefix}{name}" in state}
     if why is _PARTS:
         own_shapes = {name: None if p is None else p.shape for name, p in module._parameters.items()}
-        given = {name: value for name, value in given.items() if getattr(value, "shape", None) != own_shapes.get(name)}
-    if not given:
+        values = {
+            name: value for name, value in values.items() if getattr(value, "shape", None) != own_shapes.get(name)
+        }
+    if not values:
         return  # such as a dict of buffers alone
     what, described = why
     raise PlanError(
         what,
-        given=f"'{prefix}{next(iter(given))}' of {type(module).__name__}, {described}",
+        given=f"'{prefix}{next(iter(values))}' of {type(module).__name__}, {described}",
         allowed="values for run.parameters, which the optimizer updates; checkpoints under any layout",
         fix="run.load_state_dict(state) or sw.load_weights(run, file), or write to run.parameters[name] and call "
         "run.changed()",
@@ -231,10 +233,10 @@ def part_of_state(run: RankState) -> dict[str, Tensor]:
 
     The tensors share memory with the run's. A tied parameter is under each of its names.
     """
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     for path, _, own, name in owners(run.model, every_path=True):
         if name in run.parameters:
-            found[f"{path}.{own}".lstrip(".")] = run.parameters[name].detach()
+            state[f"{path}.{own}".lstrip(".")] = run.parameters[name].detach()
     for path, module in run.model.named_modules(remove_duplicate=False):
         for own, buffer in module._buffers.items():
             name = f"{path}.{own}".lstrip(".")
@@ -242,8 +244,8 @@ def part_of_state(run: RankState) -> dict[str, Tensor]:
             elsewhere = buffer is None or (buffer.is_meta and run.world.device.type != "meta")  # on another stage
             elsewhere = elsewhere or (layout is not None and not layout.is_held_at(run.coord))
             if not elsewhere and own not in module._non_persistent_buffers_set:
-                found[name] = buffer.detach()
-    return found
+                state[name] = buffer.detach()
+    return state
 
 
 @torch.no_grad()
@@ -255,30 +257,30 @@ def whole_state(run: RankState) -> dict[str, Tensor]:
     Traffic: a gather of names and shapes as text, and one all-gather of each tensor, with each element sent once.
     """
     everyone = run.axes["world"].for_strategy("state")
-    held = part_of_state(run)
+    parts = part_of_state(run)
     parameters = {f"{path}.{own}".lstrip("."): name for path, _, own, name in owners(run.model, every_path=True)}
-    own = {
+    table = {
         key: [parameters.get(key, ""), str(value.dtype).removeprefix("torch."), list(value.shape)]
-        for key, value in held.items()
+        for key, value in parts.items()
     }
     holders: dict[str, list[int]] = {}
-    known: dict[str, tuple[str, str, list[int]]] = {}
-    for index, names in enumerate(gather_json(everyone, own)):
+    merged_table: dict[str, tuple[str, str, list[int]]] = {}
+    for index, names in enumerate(gather_json(everyone, table)):
         for key, described in names.items():
             holders.setdefault(key, []).append(index)
-            known.setdefault(key, described)
+            merged_table.setdefault(key, described)
     gathered: dict[str, Tensor] = {}
-    found: dict[str, Tensor] = {}
-    for key, (name, dtype, shape) in known.items():
+    state: dict[str, Tensor] = {}
+    for key, (name, dtype, shape) in merged_table.items():
         if name:
             layout = run.plan.state[name].parameter
         else:
             layout = run.plan.buffers.get(key, TensorLayout.whole(shape)).of_shape(shape)
         if (name or key) not in gathered:
-            like = held.get(key, torch.empty(0, dtype=getattr(torch, dtype)))
+            like = parts.get(key, torch.empty(0, dtype=getattr(torch, dtype)))
             gathered[name or key] = gather_whole(everyone, run.plan.mesh, layout, like, holders[key][0])
-        found[key] = gathered[name or key]
-    return found
+        state[key] = gathered[name or key]
+    return state
 
 
 def gather_whole(everyone: Axis, mesh: Mesh, layout: TensorLayout, local: Tensor, first: int) -> Tensor:
@@ -299,7 +301,7 @@ def gather_whole(everyone: Axis, mesh: Mesh, layout: TensorLayout, local: Tensor
     flat = torch.cat(parts) if parts else local.new_empty(0)
     everything = everyone.all_gather(flat.to(everyone.device), sizes=sizes).cpu()
     whole = torch.empty(layout.shape, dtype=everything.dtype)
-    pieces = [piece for each in owned for piece in each]
+    pieces = [piece for rank_pieces in owned for piece in rank_pieces]
     for piece, values in zip(pieces, everything.split([piece.whole.size for piece in pieces]), strict=True):
         whole[piece.whole.slices] = values.view(piece.whole.shape)
     return whole

@@ -66,11 +66,11 @@ class AlikeRanks:
     ) -> None:  # fmt: skip
         self._plan, self._num_samples, self._num_tokens = plan, num_samples, num_tokens
         self._parted_elements = parted_elements
-        self._cuts = [each for each in cuts if each is not None]
+        self._cuts = [cut for cut in cuts if cut is not None]
         self._inside = tuple(axis for axis in plan.mesh.axes if axis in mesh_axes("operators"))
         # copies of the model that have other tokens would be told apart by their samples alone
         tokens = plan.token_axes.difference(self._inside)
-        apart = tokens.union(mesh_axes("stages"), *(each.apart for each in self._cuts))
+        apart = tokens.union(mesh_axes("stages"), *(cut.apart for cut in self._cuts))
         self._apart = frozenset(plan.mesh.axes if None in cuts else apart)
         self._like_of_copy: dict[tuple[int, ...], Mapping[str, tuple[int, ...]]] = {}
         self._first_copies: dict[tuple[int, ...], Coord] = {}
@@ -84,15 +84,15 @@ class AlikeRanks:
         if counts not in self._like_of_copy:
             self._like_of_copy[counts] = self._alike_inside(coord)
         inside = self._like_of_copy[counts]
-        found = {axis: inside[axis][index] if axis in inside else index for axis, index in coord.items()}
+        representative = {axis: inside[axis][index] if axis in inside else index for axis, index in coord.items()}
         copies = [axis for axis in coord if axis not in apart and axis not in inside]
         if copies:
             # copies with as many samples, that sum as much of sharded gradients, are alike: they gather no samples
             key = (*counts, *(coord[axis] for axis in plan.mesh.axes if axis in apart and axis not in self._inside),
                    *(self._alike_in_sums[axis][coord[axis]] for axis in copies))  # fmt: skip
             first = self._first_copies.setdefault(key, coord)
-            found.update({axis: first[axis] for axis in copies})
-        return found
+            representative.update({axis: first[axis] for axis in copies})
+        return representative
 
     def _counts(self, coord: Coord) -> tuple[int, ...]:
         """Returns how many samples the ranks of the copy of the model at ``coord`` have."""
@@ -107,8 +107,8 @@ class AlikeRanks:
 
         They are the axes that cut parameters and no operators, and those along which the parts of ranks overlap.
         """
-        found = {axis for layout in self._plan.compute.values() for axis in layout.axes if axis not in self._inside}
-        return frozenset(found) | (frozenset(self._inside) if self._overlaps else frozenset())
+        axes = {axis for layout in self._plan.compute.values() for axis in layout.axes if axis not in self._inside}
+        return frozenset(axes) | (frozenset(self._inside) if self._overlaps else frozenset())
 
     @cached_property
     def _alike_in_sums(self) -> Mapping[str, tuple[int, ...]]:
@@ -139,12 +139,14 @@ class AlikeRanks:
         """Returns the table of what each rank sums of a param group, on one stage or, along ``summed``, on all."""
         plan = self._plan
         layouts = [plan.state[name].gradient for name in group.parameters]
-        held = {axis: sorted({i for each in layouts for i in each.held_along(axis)}) for axis in mesh_axes("stages")}
-        first = {axis: indices[0] for axis, indices in held.items() if indices and axis not in summed}
-        inner = {axis for each in layouts for axis in each.axes if axis not in first}
+        indices_by_axis = {
+            axis: sorted({i for layout in layouts for i in layout.held_along(axis)}) for axis in mesh_axes("stages")
+        }
+        first = {axis: indices[0] for axis, indices in indices_by_axis.items() if indices and axis not in summed}
+        inner = {axis for layout in layouts for axis in layout.axes if axis not in first}
         axes = tuple(axis for axis in plan.mesh.axes if axis in inner)
         sums: dict[tuple[int, ...], Hashable] = {}
-        for at in product(*(held.get(axis) or range(plan.mesh[axis]) for axis in axes)):
+        for at in product(*(indices_by_axis.get(axis) or range(plan.mesh[axis]) for axis in axes)):
             coord = {**dict.fromkeys(plan.mesh.axes, 0), **first, **dict(zip(axes, at, strict=True))}
             sums[at] = tuple(group_sums(plan, group, coord))
         return axes, sums
@@ -152,17 +154,17 @@ class AlikeRanks:
     @cached_property
     def _layouts(self) -> tuple[TensorLayout, ...]:
         """The different layouts of parameters and buffers, on all stages."""
-        found = dict.fromkeys([*self._plan.compute.values(), *self._plan.buffers.values()])
+        layouts = dict.fromkeys([*self._plan.compute.values(), *self._plan.buffers.values()])
         for axis in mesh_axes("stages"):
-            found = dict.fromkeys(layout.on_all(axis) for layout in found)
-        return tuple(found)
+            layouts = dict.fromkeys(layout.on_all(axis) for layout in layouts)
+        return tuple(layouts)
 
     @cached_property
     def _features(self) -> tuple[FeatureParts, ...]:
-        cuts = {each for activation in self._plan.activations.values() for each in activation}
+        cuts = {cut for activation in self._plan.activations.values() for cut in activation}
         return (
-            *dict.fromkeys(each for cut in self._cuts for each in cut.features),
-            *(FeatureParts(each.size, (each.axis,), each.ranges) for each in cuts),
+            *dict.fromkeys(feature for cut in self._cuts for feature in cut.features),
+            *(FeatureParts(cut.size, (cut.axis,), cut.ranges) for cut in cuts),
         )
 
     @cached_property
@@ -173,22 +175,22 @@ class AlikeRanks:
             held = sum(layout.num_elements(at) for at in mesh.coords(layout.axes))
             if held != prod(layout.shape):
                 return True
-        return any(each.size != sum(map(width, each.parts)) for each in self._features)
+        return any(feature.size != sum(map(width, feature.parts)) for feature in self._features)
 
     def _alike_inside(self, coord: Coord) -> dict[str, tuple[int, ...]]:
         """Returns, for each axis that cuts operators, the first index that is like each index."""
         mesh = self._plan.mesh
         axes = [axis for axis in self._inside if axis not in self._apart | self._sliced]
         tables = [*self._size_tables, *self._sum_tables, *self._row_tables(coord)]
-        found = {axis: _first_alike(axis, mesh[axis], tables) for axis in axes}
+        classes = {axis: _first_alike(axis, mesh[axis], tables) for axis in axes}
         for axis in (axis for axis in axes if any(axis in cut.parted for cut in self._cuts)):
             # what crosses is known for one of the ranks that compute alike; then also whether all parts are equal
-            firsts = ({**coord, **{a: found[a][coord[a]] for a in axes}, axis: first} for first in set(found[axis]))
+            firsts = ({**coord, **{a: classes[a][coord[a]] for a in axes}, axis: first} for first in set(classes[axis]))
             values = sorted({size for at in firsts for size in self._parted_elements(at)})
             parts = zip(*([b - a for a, b in pairwise(balanced(size, mesh[axis]))] for size in values), strict=True)
             tables.append(((axis,), {(index,): sizes for index, sizes in enumerate(parts)}))
-            found[axis] = _first_alike(axis, mesh[axis], tables)
-        return found
+            classes[axis] = _first_alike(axis, mesh[axis], tables)
+        return classes
 
     @cached_property
     def _size_tables(self) -> tuple[MessageTable, ...]:
@@ -197,9 +199,9 @@ class AlikeRanks:
         for layout in self._layouts:
             coords = mesh.coords(layout.axes)
             tables.append((layout.axes, {tuple(at.values()): layout.local_shape(at) for at in coords}))
-        for each in self._features:
-            indices = product(*(range(mesh[axis]) for axis in each.axes))
-            tables.append((each.axes, {at: width(part) for at, part in zip(indices, each.parts, strict=True)}))
+        for feature in self._features:
+            indices = product(*(range(mesh[axis]) for axis in feature.axes))
+            tables.append((feature.axes, {at: width(part) for at, part in zip(indices, feature.parts, strict=True)}))
         for cuts in dict.fromkeys(self._plan.activations.values()):
             tables.append(_activation_table(self._plan, cuts))
         return tuple(tables)
@@ -209,7 +211,7 @@ class AlikeRanks:
         plan, shard = self._plan, self._plan.batch_shard(coord)
         shard.set_num_tokens(self._num_tokens)
         ranks = [{**coord, **at} for at in plan.mesh.coords(self._inside)]
-        moves = dict.fromkeys([(), *plan.row_moves.values(), *(each for cut in self._cuts for each in cut.rows)])
+        moves = dict.fromkeys([(), *plan.row_moves.values(), *(rows for cut in self._cuts for rows in cut.rows)])
         seen = set()
         for number in range(plan.layout.num_microbatches):
             shard.set_microbatch(self._num_samples, number, plan.layout.num_microbatches)
@@ -217,8 +219,8 @@ class AlikeRanks:
             if counts in seen:
                 continue
             seen.add(counts)
-            for each in moves:
-                sizes = [(len(shard.samples(each, at)), len(shard.tokens(each, at))) for at in ranks]
+            for row_moves in moves:
+                sizes = [(len(shard.samples(row_moves, at)), len(shard.tokens(row_moves, at))) for at in ranks]
                 yield self._inside, dict(zip((tuple(at[a] for a in self._inside) for at in ranks), sizes, strict=True))
 
 
@@ -227,17 +229,17 @@ def _activation_table(plan: Plan, cuts: Sequence[ActivationCut]) -> MessageTable
     axes = tuple(axis for axis in plan.mesh.axes if any(cut.axis == axis for cut in cuts))
     sizes: dict[tuple[int, ...], Hashable] = {}
     for at in plan.mesh.coords(axes):
-        sizes[tuple(at.values())] = tuple((each.dim, width(each.ranges)) for each in held_slices(cuts, at))
+        sizes[tuple(at.values())] = tuple((part.dim, width(part.ranges)) for part in held_slices(cuts, at))
     return axes, sizes
 
 
 def _first_alike(axis: str, size: int, tables: Iterable[MessageTable]) -> tuple[int, ...]:
     """Returns, for each index of an axis, the first one for which all tables have the same sizes."""
-    seen: list[list[Hashable]] = [[] for _ in range(size)]
+    columns: list[list[Hashable]] = [[] for _ in range(size)]
     for axes, sizes in tables:
         if axis in axes:
             place = axes.index(axis)
-            for index, found in enumerate(seen):
-                found.append(tuple(value for at, value in sizes.items() if at[place] == index))
+            for index, column in enumerate(columns):
+                column.append(tuple(value for at, value in sizes.items() if at[place] == index))
     first: dict[tuple[Hashable, ...], int] = {}
-    return tuple(first.setdefault(tuple(each), index) for index, each in enumerate(seen))
+    return tuple(first.setdefault(tuple(column), index) for index, column in enumerate(columns))

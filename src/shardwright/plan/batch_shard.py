@@ -69,11 +69,11 @@ def held_sizes(mesh: Mesh, axes: Collection[str], size: int) -> set[int]:
     >>> sorted(held_sizes(Mesh(dp=2, tp=3), {"dp", "tp"}, 10)), sorted(held_sizes(Mesh(dp=1000), {"dp"}, 9999))
     ([1, 2], [9, 10])
     """
-    found = {size}
+    lengths = {size}
     for axis in mesh.axes:
         if axis in axes:  # of balanced parts the first is the longest, and the last has one element less at most
-            found = {len(balanced_part(each, mesh[axis], at)) for each in found for at in (0, mesh[axis] - 1)}
-    return found
+            lengths = {len(balanced_part(length, mesh[axis], at)) for length in lengths for at in (0, mesh[axis] - 1)}
+    return lengths
 
 
 def runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -336,11 +336,11 @@ class BatchShard:
 
     def _held(self, moves: RowMoves, at: Coord, *, tokens: bool) -> tuple[int, ...]:
         """Returns the indices of the samples or tokens of the rank at a coord after ``moves``, from a cache."""
-        found = self._found_tokens if tokens else self._found_samples
+        cache = self._found_tokens if tokens else self._found_samples
         key = (moves, tuple(at.get(axis, 0) for axis in self.mesh.axes))
-        if key not in found:
-            found[key] = self._after(moves, at, tokens=tokens) if moves else self._own(at, tokens=tokens)
-        return found[key]
+        if key not in cache:
+            cache[key] = self._after(moves, at, tokens=tokens) if moves else self._own(at, tokens=tokens)
+        return cache[key]
 
     def _after(self, moves: RowMoves, at: Coord, *, tokens: bool) -> tuple[int, ...]:
         (what, axis), before = moves[-1], moves[:-1]

@@ -69,7 +69,7 @@ def _conflicts(plan: Plan) -> Iterator[tuple[str, str, str]]:
         if axis.kind == "operators" and (len(factor.sizes) > 1 or not options <= PLAIN_OPTIONS):
             plain = replace(factor, sizes=(factor.size,), options=())
             allowed = f"{axis.name}N, {axis.name}N/sp, {axis.name}N/seq; grids and pictures compute between messages"
-            others = tuple(plain if each is factor else each for each in layout.factors)
+            others = tuple(plain if other is factor else other for other in layout.factors)
             yield f"'{factor}'", allowed, str(replace(layout, factors=others))
     if any(Rung.SPLIT_BACKWARD in rungs for rungs in plan.wrapped.values()):
         name = plan.schedule.name if plan.schedule is not None else "the schedule"

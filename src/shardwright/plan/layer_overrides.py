@@ -212,19 +212,19 @@ def _pairs_of(model: nn.Module, overrides: Mapping[str, Override], paths: list[s
     between = tuple(path for path in paths if path not in layers)
     columns = [path for path in layers if overrides[path].role == "column"]
     rows = [path for path in layers if overrides[path].role == "row"]
-    found: dict[str, list[str]] = {
+    columns_of: dict[str, list[str]] = {
         row: [c for c in columns if layers[c].out_features == layers[row].in_features] for row in rows
     }
-    for row, fitting in found.items():
+    for row, fitting in columns_of.items():
         if len({layers[c].in_features for c in fitting}) != 1:
             raise _no_pair(row, overrides[row], layers, fitting or columns)
     for column in columns:
-        taken_by = [row for row in rows if column in found[row]]
+        taken_by = [row for row in rows if column in columns_of[row]]
         if len(taken_by) != 1:
             raise _no_pair(column, overrides[column], layers, taken_by or rows)
     if between and len(rows) != 1:
         raise _no_pair(between[0], overrides[between[0]], layers, rows)
-    for row, fitting in found.items():
+    for row, fitting in columns_of.items():
         traced = _between(model, overrides, row, fitting)
         yield LayerChain(tuple(fitting), tuple(dict.fromkeys((*between, *traced))), row, None)
 

@@ -46,7 +46,7 @@ def operator_work(
             within[path] = axes_inside, _cut_axes(plan, inside.parameters, axes_inside)
     others = {name: use for name, use in recording.parameters.items() if name.rpartition(".")[0] not in gathered}
     outside = axes, _cut_axes(plan, others, axes)
-    found = []
+    work = []
     for call in recording.calls:
         of_call, cut = within.get(call.module, outside)
         flops = flops_of(call)
@@ -61,15 +61,15 @@ def operator_work(
         else:
             dims = (axis for use in (*call.operands, *call.results) for axis in of_call.of(use))
             dividing = {axis for dim in dims for leaf in leaves(dim) for axis in cut.get(leaf, ())}
-        found.append(OperatorWork(call.module, flops, frozenset(dividing)))
-    return tuple(found)
+        work.append(OperatorWork(call.module, flops, frozenset(dividing)))
+    return tuple(work)
 
 
 def _cut_axes(plan: Plan, parameters: Mapping[str, TensorUse], axes: RunAxes) -> dict[DimAxis, set[str]]:
     """Returns the mesh axes that cut each dim of the parameters, by name, that the plan cuts."""
-    found: defaultdict[DimAxis, set[str]] = defaultdict(set)
+    mesh_axes: defaultdict[DimAxis, set[str]] = defaultdict(set)
     for name, use in parameters.items():
         for axis, dim in plan.compute[name].cut_dims.items():
             for leaf in leaves(axes.of(use)[dim]):
-                found[leaf].add(axis)
-    return found
+                mesh_axes[leaf].add(axis)
+    return mesh_axes

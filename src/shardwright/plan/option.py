@@ -39,5 +39,5 @@ class StrategyOption:
         """
         if self.searched is not None or self.of_one_model:
             return self.searched or ()
-        words = (word for each in self.written(name) for word in each.split("/"))
+        words = (word for spelling in self.written(name) for word in spelling.split("/"))
         return tuple(word for word in words if word.partition(":")[0] == name)[:1]

@@ -81,8 +81,8 @@ def _entries(path: str, module: nn.Module, *, listed: bool = False) -> Iterable[
 
 def _holds_blocks(module: nn.Module) -> bool:
     """Returns whether a list or sequence inside has entries that are more than single layers."""
-    lists = (each for each in module.modules() if type(each) in LISTS)
-    return any(next(entry.children(), None) is not None for each in lists for entry in each.children())
+    lists = (submodule for submodule in module.modules() if type(submodule) in LISTS)
+    return any(next(entry.children(), None) is not None for container in lists for entry in container.children())
 
 
 def merge_groups(groups: Sequence[ParamGroup], modules: Collection[str]) -> tuple[ParamGroup, ...]:
@@ -100,16 +100,16 @@ def merge_groups(groups: Sequence[ParamGroup], modules: Collection[str]) -> tupl
     >>> [group.parameters for group in merge_groups(groups, ["a", "a"])]  # one that was joined before stays
     [('a.w', 'a.b'), ('m.0.w',), ('m.1.w',)]
     """
-    found, num_parameters = list(groups), sum(len(group.parameters) for group in groups)
+    all_groups, num_parameters = list(groups), sum(len(group.parameters) for group in groups)
     for path in sorted(modules):
-        inside = [g for g in found if any(name.startswith(f"{path}.") for name in g.parameters)]
+        inside = [g for g in all_groups if any(name.startswith(f"{path}.") for name in g.parameters)]
         if inside and 2 * sum(len(g.parameters) for g in inside) <= num_parameters:
             names = tuple(name for group in inside for name in group.parameters)
             name = inside[0].name if len(inside) == 1 else f"{inside[0].name}..{inside[-1].name}"
             joined = ParamGroup(name, names, is_selected=True)
-            found = [joined if group is inside[0] else group for group in found if group not in inside[1:]]
-    assert sum(len(g.parameters) for g in found) == num_parameters, "each parameter stays in one group"
-    return tuple(found)
+            all_groups = [joined if group is inside[0] else group for group in all_groups if group not in inside[1:]]
+    assert sum(len(g.parameters) for g in all_groups) == num_parameters, "each parameter stays in one group"
+    return tuple(all_groups)
 
 
 MOST_HELD = 2
@@ -172,5 +172,5 @@ def _times_gathered(forwards: Sequence[Sequence[UseEvent]], kept: Collection[str
 
 def held_param_groups(groups: Sequence[ParamGroup], held: Collection[str]) -> tuple[ParamGroup, ...]:
     """Returns the param groups with only those of their parameters that are in ``held``; empty groups are left out."""
-    found = (group._replace(parameters=tuple(n for n in group.parameters if n in held)) for group in groups)
-    return tuple(group for group in found if group.parameters)
+    held_groups = (group._replace(parameters=tuple(n for n in group.parameters if n in held)) for group in groups)
+    return tuple(group for group in held_groups if group.parameters)

@@ -320,10 +320,10 @@ class Plan:
     @cached_property
     def partial_axes(self) -> Mapping[str, frozenset[str]]:
         """By parameter, the axes along which any of its uses gives each rank only a partial sum of the gradient."""
-        found: dict[str, set[str]] = {}
+        axes_by_name: dict[str, set[str]] = {}
         for use in self.uses:
-            found.setdefault(use.parameter, set()).update(use.partial_axes())
-        return {name: frozenset(axes) for name, axes in found.items()}
+            axes_by_name.setdefault(use.parameter, set()).update(use.partial_axes())
+        return {name: frozenset(axes) for name, axes in axes_by_name.items()}
 
     def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> Plan:
         """Returns the plan with a parameter sharded along ``dim``: index i of ``axis`` holds ``ranges[i]`` of it.

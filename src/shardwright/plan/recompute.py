@@ -53,12 +53,12 @@ def recomputed_blocks(model: nn.Module, layout: Layout) -> tuple[str, ...]:
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise _no_match(f"no module of the model is called '{pattern}'", layout, names, nearest(pattern, names))
-        found = [name for name in names if any(fnmatchcase(name, each) for each in patterns)]
-        return _that_run(model, _outermost(found), layout)
-    found = blocks_of(model) or [path for path, _ in _entries("", model)]
-    if not found:
+        paths = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        return _that_run(model, _outermost(paths), layout)
+    paths = blocks_of(model) or [path for path, _ in _entries("", model)]
+    if not paths:
         raise _no_match("the model has no blocks", layout, names, names[0] if names else "")
-    return _that_run(model, _outermost(found), layout)
+    return _that_run(model, _outermost(paths), layout)
 
 
 def _that_run(model: nn.Module, paths: Sequence[str], layout: Layout) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ def _that_run(model: nn.Module, paths: Sequence[str], layout: Layout) -> tuple[s
 
     Raises: LayoutError: no module at ``paths`` or in it has a forward.
     """
-    waiting, found, seen = [*paths], list[str](), set[int]()
+    waiting, run_paths, seen = [*paths], list[str](), set[int]()
     while waiting:
         path = waiting.pop(0)
         module = model.get_submodule(path)
@@ -74,10 +74,10 @@ def _that_run(model: nn.Module, paths: Sequence[str], layout: Layout) -> tuple[s
             waiting[:0] = [f"{path}.{name}" for name, _ in module.named_children()]
         elif id(module) not in seen:
             seen.add(id(module))
-            found.append(path)
-    if not found:
+            run_paths.append(path)
+    if not run_paths:
         raise _no_match(f"no module at {', '.join(paths)} has a forward", layout, [], "")
-    return tuple(found)
+    return tuple(run_paths)
 
 
 def blocks_of(model: nn.Module) -> list[str]:
@@ -95,7 +95,7 @@ def _entries(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields the entries of lists and sequences, except those that hold blocks of their own."""
     for name, child in module.named_children():
         inner = f"{path}.{name}".lstrip(".")
-        holds = type(child) in LISTS and any(next(each.children(), None) is not None for each in child.children())
+        holds = type(child) in LISTS and any(next(entry.children(), None) is not None for entry in child.children())
         if type(module) in LISTS and not holds and type(child) is not nn.ModuleList:
             yield inner, child
         else:
@@ -133,14 +133,14 @@ def called_modules(model: nn.Module, paths: Sequence[str], called: Collection[st
     >>> called_modules(nn.Sequential(nn.Sequential(nn.ReLU()), nn.ReLU()), ["0", "1"], ["0.0", "1"])
     ('0.0', '1')
     """
-    found: list[str] = []
+    module_paths: list[str] = []
     for path in paths:
-        if path not in called and any(each.startswith(f"{path}.") for each in called):
+        if path not in called and any(name.startswith(f"{path}.") for name in called):
             inside = [f"{path}.{name}" for name, _ in model.get_submodule(path).named_children()]
-            found += called_modules(model, inside, called)
+            module_paths += called_modules(model, inside, called)
         else:
-            found.append(path)
-    return tuple(found)
+            module_paths.append(path)
+    return tuple(module_paths)
 
 
 def blocks_kept_whole(model: nn.Module, layout: Layout) -> tuple[str, ...]:
@@ -163,10 +163,10 @@ def count_recomputation(module_calls: ModuleCalls, paths: Sequence[str], trained
     ``paths`` names the checkpointed blocks. A block is recomputed if gradients flow into it; ``trained`` names the
     modules with trained parameters.
     """
-    found: Mapping[str, tuple[ModuleCall, ...]] = module_calls
+    calls: Mapping[str, tuple[ModuleCall, ...]] = module_calls
     for path in paths:
-        inside = [each for each in module_calls if f"{each}.".startswith(f"{path}.")]
-        if any(each in trained or any(call.needs_gradient for call in module_calls[each]) for each in inside):
-            twice = {each: tuple(replace(call, num_forwards=2) for call in module_calls[each]) for each in inside}
-            found = {**found, **twice}
-    return found
+        inside = [name for name in module_calls if f"{name}.".startswith(f"{path}.")]
+        if any(name in trained or any(call.needs_gradient for call in module_calls[name]) for name in inside):
+            twice = {name: tuple(replace(call, num_forwards=2) for call in module_calls[name]) for name in inside}
+            calls = {**calls, **twice}
+    return calls

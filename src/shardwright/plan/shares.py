@@ -79,8 +79,8 @@ def shares(plan: Plan, unrecorded: str = "") -> tuple[CutShare, ...]:
     ...     print(share)
     tp2 cuts 12.9 % of the parameters; whole are 4 (86.3 %: Linear: every rank computes it whole)
     """
-    found = tuple(_shares(plan))
-    return tuple(replace(each, unrecorded=unrecorded) if each.is_low else each for each in found)
+    cut_shares = tuple(_shares(plan))
+    return tuple(replace(share, unrecorded=unrecorded) if share.is_low else share for share in cut_shares)
 
 
 def _shares(plan: Plan) -> Iterator[CutShare]:
@@ -98,9 +98,9 @@ def _shares(plan: Plan) -> Iterator[CutShare]:
             everywhere = axes if kind == "stages" else axes.intersection(plan.inputs)
             flops, work = (None, ()) if spatial else _flops(plan, axes, everywhere)
             stages = stage_loads(plan) if kind == "stages" else ()
-            least = min(share, 1.0 if flops is None else flops, *(each.left for each in stages))
+            least = min(share, 1.0 if flops is None else flops, *(load.left for load in stages))
             named = work if flops is not None and flops < LEAST else ()
-            large = "; ".join(f"stage {number} has {each}" for number, each in enumerate(stages) if each.is_large)
+            large = "; ".join(f"stage {number} has {load}" for number, load in enumerate(stages) if load.is_large)
             yield CutShare(str(factor), share, cuts and least < LEAST, left, flops, named, large=large)
 
 
@@ -142,7 +142,7 @@ def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
     all_work = sum(cost.work for cost in stages.costs) or 1.0
     sizes = {name: p.nbytes for name, p in stages.model.named_parameters()}
     all_bytes = sum(sizes.values()) or 1
-    homes, found = chunks_by_parameter(stages.chunked), []
+    homes, loads = chunks_by_parameter(stages.chunked), []
     for stage in range(schedule.num_stages):
         chunks, why = schedule.chunks_of(stage), list[str]()
         work = sum(stages.costs[chunk].work for chunk in chunks) / all_work
@@ -152,8 +152,8 @@ def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
             why += [stages.costliest(chunks)] if work * schedule.num_stages > UNEVEN else []
         if held * schedule.num_stages > UNEVEN:
             why += _largest_called(stages, chunks)
-        found.append(StageLoad(held, work, schedule.num_stages, ", ".join(why)))
-    return tuple(found)
+        loads.append(StageLoad(held, work, schedule.num_stages, ", ".join(why)))
+    return tuple(loads)
 
 
 def _largest_called(stages: Stages | EventStages, chunks: Collection[int]) -> list[str]:
@@ -174,16 +174,16 @@ def _flops(
     """
     if set(axes) == set(everywhere):
         return 1.0, ()
-    total = sum(each.flops for each in plan.work)
+    total = sum(operator.flops for operator in plan.work)
     if not total:
         return None, ()
     left: Counter[str] = Counter()
     cut = 0.0
-    for each in plan.work:
-        dividing = each.axes.intersection(axes) | set(everywhere)
-        cut += each.flops * len(dividing) / len(axes)
+    for operator in plan.work:
+        dividing = operator.axes.intersection(axes) | set(everywhere)
+        cut += operator.flops * len(dividing) / len(axes)
         if not dividing:
-            left[each.module] += each.flops
+            left[operator.module] += operator.flops
     largest = tuple((path or "the model", n / total, _why(plan, path)) for path, n in left.most_common(_NAMED))
     return cut / total, largest
 
@@ -201,11 +201,11 @@ def _largest(plan: Plan, whole: set[str], sizes: dict[str, int]) -> list[tuple[s
     for use in plan.uses:
         users.setdefault(use.parameter, use.module)
     partly = {users.get(name, name) for name in plan.compute if name not in whole}
-    found: dict[str, int] = {}
+    whole_sizes: dict[str, int] = {}
     for path, size in ((users.get(name, name), sizes[name]) for name in plan.compute if name in whole):
         if path not in partly:  # the bias of a row-parallel layer is whole, the layer is not
-            found[path] = found.get(path, 0) + size
-    ordered = sorted(found.items(), key=lambda each: -each[1])[:_NAMED]
+            whole_sizes[path] = whole_sizes.get(path, 0) + size
+    ordered = sorted(whole_sizes.items(), key=lambda pair: -pair[1])[:_NAMED]
     return [(path or "the model", size, _why(plan, path)) for path, size in ordered]
 
 

@@ -79,17 +79,17 @@ class Stages:
             module = self.model.get_submodule(site.module)
             weights = self.chunked.names.get(site.module, ())
             chunks = {homes[name][0] if name in trained else -1 for name in weights}  # buffers are on all stages
-            drops = any(isinstance(each, DROPOUTS) for each in module.modules())
+            drops = any(isinstance(submodule, DROPOUTS) for submodule in module.modules())
             if len(chunks) == 1 and -1 not in chunks and not drops:
                 chunk_of[site] = min(chunks)
                 new.add(site.module)
             elif not is_stateless(module):
                 raise _is_called_now(site.module, given)
-        found = ChunkedModel(graph, chunk_of, self.num_chunks, self.chunked.names)
+        chunked_model = ChunkedModel(graph, chunk_of, self.num_chunks, self.chunked.names)
         for node, site in sites(graph) if new else ():
-            if site is not None and found.nodes[node] != chunk_of.get(site, found.nodes[node]):
+            if site is not None and chunked_model.nodes[node] != chunk_of.get(site, chunked_model.nodes[node]):
                 raise _is_called_now(min(new), given)  # its result is used in an earlier chunk
-        return found
+        return chunked_model
 
 
 def _is_called_now(module: str, given: Sequence[str]) -> LayoutError:
@@ -104,4 +104,4 @@ def _is_called_now(module: str, given: Sequence[str]) -> LayoutError:
 def is_stateless(module: nn.Module) -> bool:
     """Returns whether a module has no weights, no buffers and no dropout, so that every stage may call it."""
     state = [*module.parameters(), *module.buffers()]
-    return not state and not any(isinstance(each, DROPOUTS) for each in module.modules())
+    return not state and not any(isinstance(submodule, DROPOUTS) for submodule in module.modules())

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 def different(entries: Iterable[T]) -> list[T]:
     """Returns each object once; equal objects are all kept if they are not one and the same object."""
-    return list({id(each): each for each in entries}.values())
+    return list({id(entry): entry for entry in entries}.values())
 
 
 # ---- gradient sync, derived
@@ -83,12 +83,12 @@ def whole_uses(plan: Plan) -> tuple[tuple[ParameterUse, tuple[str, ...]], ...]:
     Each use comes with the axes along which this is so. Along them only index 0 contributes the use's gradient, and the
     other indices contribute zero, so that one sum is right for all uses.
     """
-    found = []
+    uses = []
     for use in plan.uses:
         missing = set(partial_axes(plan, use.parameter)) - use.partial_axes()
         if missing:
-            found.append((use, tuple(axis for axis in plan.mesh.axes if axis in missing)))
-    return tuple(found)
+            uses.append((use, tuple(axis for axis in plan.mesh.axes if axis in missing)))
+    return tuple(uses)
 
 
 def gradient_shares(plan: Plan, name: str, coord: Coord) -> tuple[GradientShare, ...]:
@@ -181,7 +181,7 @@ class StepCalls(NamedTuple):
 
 def repeated(traffic: Iterable[Traffic], times: int) -> Iterator[Traffic]:
     """Yields collectives or messages, each as many times as in ``times`` equal microbatches."""
-    return (each._replace(times=each.times * times) for each in traffic)
+    return (message._replace(times=message.times * times) for message in traffic)
 
 
 SyncGroup = tuple[tuple[str, ...], tuple[int, ...], str]
@@ -226,12 +226,12 @@ def sync_traffic(plan: Plan, coord: Coord, axis: str) -> tuple[Traffic, ...]:
     A param group has one for each set of ranks and dtype, or two if the ranks hold some parameters alike and
     overlapping parts of others.
     """
-    found: list[Traffic] = []
+    sums: list[Traffic] = []
     for group in plan.param_groups:
         held = (name for name in group.parameters if plan.state[name].gradient.is_held_at(coord))
         here = tuple(name for name in held if sync_axes(plan, name)[:1] == (axis,))
-        found += group_sums(plan, group._replace(parameters=here), coord) if here else ()
-    return tuple(found)
+        sums += group_sums(plan, group._replace(parameters=here), coord) if here else ()
+    return tuple(sums)
 
 
 def group_sums(plan: Plan, group: ParamGroup, coord: Coord) -> Iterator[Traffic]:
@@ -252,10 +252,10 @@ def statistics_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) ->
     In the forward, ranks all-gather their count and, for each channel, a mean and a sum of squares; in the backward,
     they all-reduce two sums for each channel. There are none if the axis has one rank.
     """
-    found: list[Traffic] = []
+    collectives: list[Traffic] = []
     for number, times in batch.kinds().items():
         for path in plan.statistics:
-            cuts = {each.dim: each.ranges for each in plan.slices(coord).get(path, ())}
+            cuts = {dim_slice.dim: dim_slice.ranges for dim_slice in plan.slices(coord).get(path, ())}
             for call in batch.module_calls[number].get(path, ()):
                 held = sum(b - a for a, b in cuts.get(1, ((0, call.x_shape[1]),)))
                 num_bytes = max(call.element_bytes, 4)  # statistics are no narrower than float32
@@ -263,5 +263,5 @@ def statistics_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) ->
                 sent = [Traffic("all_gather", axis, size * (2 * held + 1) * num_bytes, size, call.num_forwards, path)]
                 if call.needs_gradient:
                     sent.append(Traffic("all_reduce", axis, 2 * held * num_bytes, size, layer=path))
-                found += repeated(sent, times)
-    return tuple(each for each in found if each.num_ranks > 1)
+                collectives += repeated(sent, times)
+    return tuple(collective for collective in collectives if collective.num_ranks > 1)

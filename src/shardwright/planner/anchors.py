@@ -100,10 +100,10 @@ def published_times(name: str, constants: Constants) -> StepTimes | None:
     >>> published_times("h100-80gb", constants_of("h100-80gb")).runs_on, published_times("mine", Constants()).runs_on
     ('h100-80gb', 'A100s and H100s')
     """
-    own, usual = ([getattr(each, key) for key in FITTED] for each in (constants, Constants()))
-    if name in UNMEASURED and own == [getattr(constants_of(name), key) for key in FITTED]:
+    values, defaults = ([getattr(constant_set, key) for key in FITTED] for constant_set in (constants, Constants()))
+    if name in UNMEASURED and values == [getattr(constants_of(name), key) for key in FITTED]:
         return UNMEASURED[name]
-    return UNKNOWN if own == usual else None
+    return UNKNOWN if values == defaults else None
 
 
 MOST_ANCHORED = 5
@@ -214,18 +214,18 @@ def seconds_by_layout(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def _once(anchors: Iterable[tuple[Layout, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    seconds_by_line: dict[str, float] = {}
     for layout, seconds in anchors:
         line = str(layout)
-        if line in found:
+        if line in seconds_by_line:
             raise PlanError(
                 "a layout has one anchor",
-                given=f"{line}={found[line]:g} and {line}={seconds:g}",
+                given=f"{line}={seconds_by_line[line]:g} and {line}={seconds:g}",
                 allowed="one anchor for each layout: the median of its steps, of however many runs",
                 fix=f"write --anchor '{line}=SECONDS' once",
             )
-        found[line] = seconds
-    return found
+        seconds_by_line[line] = seconds
+    return seconds_by_line
 
 
 def scale_of(anchors: Sequence[tuple[Price, float]]) -> TimeScale:
@@ -284,7 +284,7 @@ def error_of(runs: Sequence[tuple[SecondsByCause, float]], factors: SecondsByCau
     """
     width = INTERVAL / NINE_IN_TEN
     errors = (log(sum(map(mul, factors, parts)) / measured) / width for parts, measured in runs)
-    variance = (DEGREES + sum(each * each for each in errors)) / (DEGREES + len(runs) - fitted)
+    variance = (DEGREES + sum(error * error for error in errors)) / (DEGREES + len(runs) - fitted)
     return min(MOST_ERROR, INTERVAL * sqrt(variance * (1 + fitted / len(runs))))
 
 
@@ -298,15 +298,15 @@ def _factors(runs: Sequence[tuple[SecondsByCause, float]]) -> tuple[SecondsByCau
     shared = max(COMMON, abs(log(common / before))) ** 2
     weights = NOISE**2 * np.linalg.inv(shared * np.ones((3, 3)) + np.diag(np.square(SPREAD)))
     products = predicted.T @ predicted
-    wanted, matrix = predicted.sum(0) + weights.sum(1), products + weights
-    found, free = np.full(3, LEAST), np.ones(3, dtype=bool)
+    right_side, matrix = predicted.sum(0) + weights.sum(1), products + weights
+    factors, free = np.full(3, LEAST), np.ones(3, dtype=bool)
     while free.any():  # the others are at their least
-        rest = wanted[free] - matrix[np.ix_(free, ~free)].sum(1) * LEAST
-        found[free] = np.linalg.solve(matrix[np.ix_(free, free)], rest)
-        if found.min() >= LEAST:
+        remainder = right_side[free] - matrix[np.ix_(free, ~free)].sum(1) * LEAST
+        factors[free] = np.linalg.solve(matrix[np.ix_(free, free)], remainder)
+        if factors.min() >= LEAST:
             break
-        free[found.argmin()] = False
-        found[~free] = LEAST
+        free[factors.argmin()] = False
+        factors[~free] = LEAST
     fitted = float(np.trace(np.linalg.solve(matrix, products)))
-    first, second, third = (float(each) for each in before * found)
+    first, second, third = (float(factor) for factor in before * factors)
     return (first, second, third), fitted

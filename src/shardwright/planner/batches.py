@@ -32,15 +32,15 @@ class BatchPlans:
 
         A batch without a layout has None in place of these, and the error in ``why``.
         """
-        found = {}
-        for size, each in self.plans.items():
-            row = each.row(each.best)
+        rows_by_size = {}
+        for size, plans in self.plans.items():
+            row = plans.row(plans.best)
             keys = ("layout", "step_s_expected", "tokens_per_s", "memory_bytes", "fits", "why")
-            found[size] = {"batch": size, **{key: row[key] for key in keys}}
+            rows_by_size[size] = {"batch": size, **{key: row[key] for key in keys}}
         for size, why in self.refused.items():
             empty = {"layout": None, "step_s_expected": None, "tokens_per_s": None, "memory_bytes": None}
-            found[size] = {"batch": size, **empty, "fits": False, "why": why}
-        return [found[size] for size in sorted(found)]
+            rows_by_size[size] = {"batch": size, **empty, "fits": False, "why": why}
+        return [rows_by_size[size] for size in sorted(rows_by_size)]
 
     def text(self) -> str:
         """Returns a sentence about the best batch, and a table of all, for a terminal."""
@@ -84,7 +84,7 @@ def doublings(least: int, most: int) -> tuple[int, ...]:
     >>> doublings(8, 40), doublings(3, 3)
     ((8, 16, 32, 40), (3,))
     """
-    found = [least]
-    while 2 * found[-1] < most:
-        found.append(2 * found[-1])
-    return (*found, most) if most > least else (least,)
+    sizes = [least]
+    while 2 * sizes[-1] < most:
+        sizes.append(2 * sizes[-1])
+    return (*sizes, most) if most > least else (least,)

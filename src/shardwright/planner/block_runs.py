@@ -74,10 +74,10 @@ class _FunctionLog(TorchFunctionMode):
         self._inside.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = tensors_of((args, kwargs))
-        if given:
-            names = tuple(self._names[id(each)] for each in given if id(each) in self._names)
-            name, shapes = getattr(func, "__qualname__", ""), tuple(each.shape for each in given)
+        tensors = tensors_of((args, kwargs))
+        if tensors:
+            names = tuple(self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names)
+            name, shapes = getattr(func, "__qualname__", ""), tuple(tensor.shape for tensor in tensors)
             if name.rpartition(".")[2].strip("_") in _SUMS:  # a sum of numbers that begins with 0, which is no tensor
                 name, shapes = "add", tuple(filter(None, shapes))
             call = _FunctionCall(name, shapes, torch.is_grad_enabled(), names)
@@ -86,17 +86,17 @@ class _FunctionLog(TorchFunctionMode):
 
     def runs(self) -> tuple[list[_BlockRun], list[_FunctionCall]]:
         """Returns what each block calls in turn, and what is called after the last one."""
-        found, between = list[_BlockRun](), list[_FunctionCall]()
+        runs, between = list[_BlockRun](), list[_FunctionCall]()
         for block, call in self.calls:
             if block is None:
                 between.append(call)
-            elif found and found[-1].block == block:  # what is called in between is the block's: a list's, say
-                found[-1].calls.extend((*between, call))
+            elif runs and runs[-1].block == block:  # what is called in between is the block's: a list's, say
+                runs[-1].calls.extend((*between, call))
                 between = []
             else:
-                found.append(_BlockRun(block, between, [call]))
+                runs.append(_BlockRun(block, between, [call]))
                 between = []
-        return found, between
+        return runs, between
 
 
 def unlike_in_run(model: nn.Module, blocks: AlikeBlocks, inputs: Any) -> str:
@@ -123,10 +123,10 @@ def _unlike(model: nn.Module, blocks: AlikeBlocks, inputs: Any, times: int) -> s
     names, log = blocks.names, _logged(without_storage(model), blocks.names, inputs, times)
     if log is None:
         return ""
-    found, after = log.runs()
-    if [run.block for run in found] != [*range(len(names))]:
+    runs, after = log.runs()
+    if [run.block for run in runs] != [*range(len(names))]:
         return "the forward does not call the alike blocks once each, one after the other"
-    first, *others = found
+    first, *others = runs
     for run in others:
         if run.calls != first.calls:
             return f"the forward calls '{names[run.block]}' in another way than '{names[0]}'"
@@ -137,17 +137,17 @@ def _unlike(model: nn.Module, blocks: AlikeBlocks, inputs: Any, times: int) -> s
     few = _logged(blocks.shortened(model, FEW), names[:FEW], inputs, times)
     if few is None:
         return "the forward does not run with fewer of the alike blocks"
-    kept = found[:FEW]
+    first_runs = runs[:FEW]
     short, short_after = few.runs()
-    same_blocks = [run.calls for run in short] == [run.calls for run in kept]
-    if not same_blocks or _functions_outside(short, short_after) != _functions_outside(kept, after):
+    same_blocks = [run.calls for run in short] == [run.calls for run in first_runs]
+    if not same_blocks or _functions_outside(short, short_after) != _functions_outside(first_runs, after):
         return "the forward does something else with fewer of the alike blocks"
     return ""
 
 
 def _functions_outside(runs: Sequence[_BlockRun], after: Sequence[_FunctionCall]) -> list[tuple[str, int]]:
     """Returns the functions that are called before, between and after the blocks, each with its number of tensors."""
-    return [(each.function, len(each.shapes)) for each in chain(*(run.between for run in runs), after)]
+    return [(call.function, len(call.shapes)) for call in chain(*(run.between for run in runs), after)]
 
 
 def _logged(model: nn.Module, names: Sequence[str], inputs: Any, times: int) -> _FunctionLog | None:

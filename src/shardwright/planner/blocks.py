@@ -40,13 +40,13 @@ class AlikeBlocks(NamedTuple):
         All other modules keep their names, except that where the blocks are a part of a longer ``nn.Sequential`` or
         ``nn.ModuleList``, the children after them are renumbered.
         """
-        found = without_storage(model)
-        blocks: Any = found.get_submodule(self.path)
+        copy = without_storage(model)
+        blocks: Any = copy.get_submodule(self.path)
         if not self.keys:
             del blocks[self.first + number : self.first + self.number]
         for key in self.keys[number : self.number]:
             del blocks._modules[key]  # deleting from an nn.Sequential by index would number its children anew
-        return found
+        return copy
 
 
 def alike_blocks(model: nn.Module) -> AlikeBlocks | None:

@@ -71,8 +71,8 @@ class CalibratedCluster:
     @property
     def spread(self) -> Mapping[str, float]:
         """The spread of each kind of measurement: the median of that of its single ones."""
-        found: Mapping[str, float] = self.table["spread"]
-        return found
+        spread: Mapping[str, float] = self.table["spread"]
+        return spread
 
     @property
     def cluster(self) -> Cluster:
@@ -108,14 +108,14 @@ class CalibratedCluster:
         ]
         blocks = ", ".join(f"{name} {factor:.2f}" for name, factor in cluster.calibration.blocks.items())
         lines.append(f"  together          {blocks or 'not measured'} times as long as operators alone")
-        for each in cluster.calibration.links:
-            pairs = [*zip(each.num_bytes, each.seconds, strict=True)]
+        for link in cluster.calibration.links:
+            pairs = [*zip(link.num_bytes, link.seconds, strict=True)]
             ends = ", ".join(
                 f"{size / 2**20:.3g} MiB in {_time(seconds)}" for size, seconds in pairs[:: max(1, len(pairs) - 1)]
             )
-            lines.append(f"  {each.kind:17} {each.ranks} ranks: {ends}")
+            lines.append(f"  {link.kind:17} {link.ranks} ranks: {ends}")
         lines.append("  spread            " + ", ".join(f"{name} {value:.0%}" for name, value in self.spread.items()))
-        return "\n".join([*lines, *(f"  note: {each}" for each in cluster.calibration.notes)])
+        return "\n".join([*lines, *(f"  note: {note}" for note in cluster.calibration.notes)])
 
 
 def calibrate(
@@ -141,8 +141,8 @@ def calibrate(
     if known is not None and device_type != "cpu":
         precision = "bf16" if dict(known.peaks).get("bf16") else "fp16"
     job = CalibrationJob(build, few, layout, precision, limit_s)
-    found: Measurements = launch(measure_rank, layout, job, ranks=ranks)[0]
-    return CalibratedCluster(_table(job, found, known, device_type, ranks), found)
+    measurements: Measurements = launch(measure_rank, layout, job, ranks=ranks)[0]
+    return CalibratedCluster(_table(job, measurements, known, device_type, ranks), measurements)
 
 
 def _table(
@@ -162,7 +162,7 @@ def _table(
     table["operators"] = _operator_factors(found, _cluster(table))
     step_constants, table["blocks"] = _step_constants(job, found, _cluster(table))
     table["constants"].update(step_constants)
-    if any(each.timing is None for each in found.calls) or not found.products or not found.steps:
+    if any(call.timing is None for call in found.calls) or not found.products or not found.steps:
         notes.append("the time limit left out some measurements; factors that are missing are 1")
     table["notes"] = notes
     table["spread"] = _spread(found)
@@ -183,8 +183,8 @@ def _profile_of_this(base: str) -> Device | None:
         return profile(base)
     (name,) = devices.names()[:1] or [""]
     total = devices.total_bytes() / max(1, devices.count())
-    like = [profile(each) for each in profiles() if each.partition("-")[0] in name.lower()]
-    return min(like, key=lambda each: abs(each.memory_bytes - total), default=None)
+    matches = [profile(profile_name) for profile_name in profiles() if profile_name.partition("-")[0] in name.lower()]
+    return min(matches, key=lambda device: abs(device.memory_bytes - total), default=None)
 
 
 # ---- figures and constants
@@ -267,17 +267,17 @@ def _links(
 ) -> tuple[list[dict[str, Any]], dict[str, float], list[str]]:
     """Returns the tables of measured messages, the constants of links, and notes; sets the link's figure."""
     rows_of: dict[tuple[str, str], dict[str, Any]] = {}
-    for each in found.links:
-        crosses = (each.ranks - 1) * each.stride >= nodes.ranks_per_node
-        row = rows_of.setdefault((each.axis, each.kind), {
-            "kind": each.kind, "tier": "between" if crosses else "in_node", "ranks": each.ranks, "stride": each.stride,
+    for link in found.links:
+        crosses = (link.ranks - 1) * link.stride >= nodes.ranks_per_node
+        row = rows_of.setdefault((link.axis, link.kind), {
+            "kind": link.kind, "tier": "between" if crosses else "in_node", "ranks": link.ranks, "stride": link.stride,
             "bytes": [], "seconds": [],
         })  # fmt: skip
-        row["bytes"].append(each.num_bytes)
-        row["seconds"].append(each.timing.seconds)
+        row["bytes"].append(link.num_bytes)
+        row["seconds"].append(link.timing.seconds)
     constants: dict[str, float] = {}
     for tier, prefix, figure in (("in_node", "in_node", "in_node"), ("between", "between", "between_nodes")):
-        sums = [each for each in rows_of.values() if each["tier"] == tier and each["kind"] == "all_reduce"]
+        sums = [message for message in rows_of.values() if message["tier"] == tier and message["kind"] == "all_reduce"]
         if not sums:
             continue
         row = sums[0]
@@ -327,12 +327,12 @@ def _by_formula(
     records = record_layout(job, layout, few, cluster.device.type, whole=True)
     pricing, stage = Pricing(cluster), records.stages[0].fewer
     passes, update = (
-        [each for shape in shapes for each in shape.records if isinstance(each, OperatorRecord)]
+        [record for shape in shapes for record in shape.records if isinstance(record, OperatorRecord)]
         for shapes in (stage.actions.values(), [stage.update])
     )
     return StepParts(
-        sum(map(pricing.operator_s, passes)), sum(each.launches for each in passes),
-        sum(map(pricing.operator_s, update)), sum(each.launches for each in update),
+        sum(map(pricing.operator_s, passes)), sum(record.launches for record in passes),
+        sum(map(pricing.operator_s, update)), sum(record.launches for record in update),
     )  # fmt: skip
 
 
@@ -351,10 +351,10 @@ def _step_constants(
     if len(found.tiny) == len(TINY):
         with without_values():
             models = [tiny_model(number) for number in TINY]
-        tiny = [_by_formula(cluster, each, loss, tiny_batch(), "fp32") for each in models]
+        tiny = [_by_formula(cluster, small_model, loss, tiny_batch(), "fp32") for small_model in models]
         few, more = tiny
-        passes = [each.passes.seconds - parts.passes_s for each, parts in zip(found.tiny, tiny, strict=True)]
-        update = [each.update.seconds - parts.update_s for each, parts in zip(found.tiny, tiny, strict=True)]
+        passes = [step.passes.seconds - parts.passes_s for step, parts in zip(found.tiny, tiny, strict=True)]
+        update = [step.update.seconds - parts.update_s for step, parts in zip(found.tiny, tiny, strict=True)]
         constants["launch_s"] = (passes[1] - passes[0]) / (more.starts - few.starts)
         constants["update_launch_s"] = (update[1] - update[0]) / (more.update_starts - few.update_starts)
         constants["step_s"] = passes[0] - few.starts * constants["launch_s"]
@@ -363,13 +363,13 @@ def _step_constants(
         return _within(constants), {}
     with without_values():
         short = shortened(model, found.steps[-1].blocks)
-    batches = [(rows(job.batch[0], 0, each.samples), rows(job.batch[1], 0, each.samples)) for each in found.steps]
-    parts = [_by_formula(cluster, short, loss, each, job.precision) for each in batches]
-    passes = [each.passes.seconds - once_s for each in found.steps]
+    batches = [(rows(job.batch[0], 0, step.samples), rows(job.batch[1], 0, step.samples)) for step in found.steps]
+    parts = [_by_formula(cluster, short, loss, batch, job.precision) for batch in batches]
+    passes = [step.passes.seconds - once_s for step in found.steps]
     on_host = cluster.device.type in devices.HOST
     if len(parts) > 1 and on_host:
         factor = (passes[1] - passes[0]) / (parts[1].passes_s - parts[0].passes_s)
-        started = [s - factor * each.passes_s for s, each in zip(passes, parts, strict=True)]
+        started = [s - factor * part.passes_s for s, part in zip(passes, parts, strict=True)]
         constants["launch_s"] = max(started[0] / parts[0].starts, constants.get("launch_s", 0.0))
     bounded = Constants().with_values("measured", **_within(constants))
 
@@ -391,15 +391,15 @@ def _operator_factors(found: Measurements, cluster: Cluster) -> dict[str, float]
     """Returns by name how many times as long operators take as the formulas say, without the time of their start."""
     start_s = found.start.seconds if found.start is not None else 0.0
     measured: dict[str, list[tuple[float, float]]] = {}
-    for each in found.calls:
-        if each.timing is not None:
-            alone_s = max(0.0, each.timing.seconds - start_s)
-            formula_s = operator_s(each.operator, cluster.device, cluster.constants)
-            measured.setdefault(each.operator.name, []).append((each.times * alone_s, each.times * formula_s))
+    for call in found.calls:
+        if call.timing is not None:
+            alone_s = max(0.0, call.timing.seconds - start_s)
+            formula_s = operator_s(call.operator, cluster.device, cluster.constants)
+            measured.setdefault(call.operator.name, []).append((call.times * alone_s, call.times * formula_s))
     factors = {}
     for name, pairs in measured.items():
         alone, formula = (sum(column) for column in zip(*pairs, strict=True))
-        times = sum(each.times for each in found.calls if each.operator.name == name)
+        times = sum(call.times for call in found.calls if call.operator.name == name)
         if max(alone, formula) / times > LEAST_OPERATOR_S and formula > 0:
             factors[name] = alone / formula
     return factors
@@ -417,13 +417,13 @@ def _time(seconds: float) -> str:
 def _spread(found: Measurements) -> dict[str, float]:
     kinds: dict[str, list[Timing | None]] = {
         "products": [timing for _, timing in found.products], "memory": [timing for _, timing in found.copies],
-        "starts": [found.start, *(each.passes for each in found.tiny)],
-        "operators": [each.timing for each in found.calls],
-        "block": [timing for each in found.steps for timing in (each.passes, each.update)],
-        "messages": [each.timing for each in found.links],
+        "starts": [found.start, *(step.passes for step in found.tiny)],
+        "operators": [call.timing for call in found.calls],
+        "block": [timing for step in found.steps for timing in (step.passes, step.update)],
+        "messages": [link.timing for link in found.links],
     }  # fmt: skip
-    spreads = {name: [each.spread for each in timings if each is not None] for name, timings in kinds.items()}
-    return {name: statistics.median(each) for name, each in spreads.items() if each}
+    spreads = {name: [timing.spread for timing in timings if timing is not None] for name, timings in kinds.items()}
+    return {name: statistics.median(values) for name, values in spreads.items() if values}
 
 
 # ---- TOML
@@ -445,10 +445,10 @@ def toml_text(table: Mapping[str, Any]) -> str:
     plain, tables, lists = list[str](), list[str](), list[str]()
     for key, value in table.items():
         if isinstance(value, Mapping):
-            tables += ["", f"[{key}]", *(f"{_key(name)} = {_value(each)}" for name, each in value.items())]
+            tables += ["", f"[{key}]", *(f"{_key(name)} = {_value(entry)}" for name, entry in value.items())]
         elif isinstance(value, list) and value and isinstance(value[0], Mapping):
             for row in value:
-                lists += ["", f"[[{key}]]", *(f"{_key(name)} = {_value(each)}" for name, each in row.items())]
+                lists += ["", f"[[{key}]]", *(f"{_key(name)} = {_value(entry)}" for name, entry in row.items())]
         else:
             plain.append(f"{_key(key)} = {_value(value)}")
     return "\n".join([*plain, *tables, *lists, ""])

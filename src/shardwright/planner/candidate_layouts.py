@@ -54,8 +54,8 @@ def first_estimates(estimator: Estimator, wanted: SearchConstraints, found: Sear
 
     Each is estimated with every option of copies that saves memory, the best then with every schedule of stages.
     """
-    built = {each.axis for each in STRATEGIES.values() if each.default}
-    kinds: dict[str, str] = {name: axis.kind for name, axis in layout_axes().items() if name in built}
+    default_axes = {strategy.axis for strategy in STRATEGIES.values() if strategy.default}
+    kinds: dict[str, str] = {name: axis.kind for name, axis in layout_axes().items() if name in default_axes}
     cluster, saving = estimator.pricing.cluster, dict[str, list[Option]]()
     estimates: list[Estimate] = []
     refusal = estimator.refusal_of_microbatches(Layout((), 2, own_statistics=wanted.own_statistics))
@@ -78,7 +78,7 @@ def first_estimates(estimator: Estimator, wanted: SearchConstraints, found: Sear
         again = _recomputed(estimator, estimates, recompute, wanted, found)
         estimates += [*again, *_scheduled(estimator, again, wanted, found, kinds)]
     allowed = []
-    for estimate in (_named(estimator, each, kinds) for each in estimates):
+    for estimate in (_named(estimator, candidate, kinds) for candidate in estimates):
         if wanted.is_left_out(estimate.layout):
             found.reject("--without", estimate.layout)
         elif lacking := wanted.lacking(estimate.layout):
@@ -93,13 +93,13 @@ def _scheduled(
     kinds: Mapping[str, str],
 ) -> list[Estimate]:  # fmt: skip
     """Returns the best of the estimates with every other schedule of stages."""
-    best = sorted(estimates, key=lambda each: each.over(wanted.limit_bytes))
+    best = sorted(estimates, key=lambda estimate: estimate.over(wanted.limit_bytes))
     return [
         scheduled
-        for each in (best[:MOST_SCHEDULED] if estimator.plan is not None else ())
-        for place, factor in enumerate(each.layout.factors)
+        for estimate in (best[:MOST_SCHEDULED] if estimator.plan is not None else ())
+        for place, factor in enumerate(estimate.layout.factors)
         if kinds[factor.axis] == "stages" and not factor.options
-        for scheduled in _with_each(estimator, each.layout, place, estimator.schedules(factor.axis), wanted, found)
+        for scheduled in _with_each(estimator, estimate.layout, place, estimator.schedules(factor.axis), wanted, found)
     ]
 
 
@@ -113,18 +113,18 @@ def _recomputed(
     already than others that fit.
     """
     limit = wanted.limit_bytes
-    plain = [each for each in estimates if each.layout.recompute == wanted.recomputed[0]]
-    fit = [each.step_s for each in estimates if each.memory_bytes * TOO_MUCH <= limit]
+    plain = [candidate for candidate in estimates if candidate.layout.recompute == wanted.recomputed[0]]
+    fit = [candidate.step_s for candidate in estimates if candidate.memory_bytes * TOO_MUCH <= limit]
     again, longer = list[Estimate](), inf  # how many times as long a step takes with recomputation, at least
-    for each in sorted(plain, key=lambda each: each.step_s):
-        layout = replace(each.layout, recompute=recompute)
-        if each.memory_bytes * TOO_MUCH <= limit:
+    for base in sorted(plain, key=lambda candidate: candidate.step_s):
+        layout = replace(base.layout, recompute=recompute)
+        if base.memory_bytes * TOO_MUCH <= limit:
             found.reject("recomputation where all fits without it", layout)
-        elif len(fit) >= FEWEST and each.step_s * (longer if again else 1.0) > nsmallest(FEWEST, fit)[-1] * TOO_LONG:
+        elif len(fit) >= FEWEST and base.step_s * (longer if again else 1.0) > nsmallest(FEWEST, fit)[-1] * TOO_LONG:
             found.reject("recomputation that takes longer than others do without it", layout)
         elif (estimate := estimator.estimate(layout)) is not None:
             again.append(estimate)
-            longer = min(longer, estimate.step_s / each.step_s)
+            longer = min(longer, estimate.step_s / base.step_s)
             if estimate.memory_bytes * TOO_MUCH <= limit:
                 fit.append(estimate.step_s)
         elif why := estimator.refusal(layout):
@@ -226,10 +226,10 @@ def _fixed(factor: Factor, wanted: SearchConstraints) -> Factor:
         head, *options = part.split("/")
         sizes = head.removeprefix(factor.axis)
         if options and head.rstrip("0123456789x") == factor.axis:
-            given = tuple(map(int, sizes.split("x"))) if all(map(str.isdecimal, sizes.split("x"))) else factor.sizes
+            numbers = tuple(map(int, sizes.split("x"))) if all(map(str.isdecimal, sizes.split("x"))) else factor.sizes
             with suppress(LayoutError):
-                chosen = tuple(Option(*each.split(":", 1)) for each in options)
-                return Factor(factor.axis, given if prod(given) == factor.size else factor.sizes, chosen)
+                chosen = tuple(Option(*word.split(":", 1)) for word in options)
+                return Factor(factor.axis, numbers if prod(numbers) == factor.size else factor.sizes, chosen)
     return factor
 
 
@@ -249,20 +249,20 @@ def options_beside(layout: Layout) -> Iterator[Layout]:
             with suppress(LayoutError):
                 yield replace(layout, num_microbatches=number)
     turns = zip_longest(*(_with_options(layout, place) for place in range(len(layout.factors))))
-    yield from (found for turn in turns for found in turn if found is not None)
+    yield from (variant for turn in turns for variant in turn if variant is not None)
 
 
 def _with_options(layout: Layout, place: int) -> Iterator[Layout]:
     factor = layout.factors[place]
     for option in declared_options(factor.axis):
-        kept = [(*factor.options, option), *_replaced(factor.options, option)]
-        for options in kept if option.name not in {each.name for each in factor.options} else ():
+        choices = [(*factor.options, option), *_replaced(factor.options, option)]
+        for options in choices if option.name not in {other.name for other in factor.options} else ():
             with suppress(LayoutError):
                 changed = Factor(factor.axis, factor.sizes, options)
                 factors = (*layout.factors[:place], changed, *layout.factors[place + 1 :])
-                found = replace(layout, factors=factors)
-                choose(found)
-                yield found
+                variant = replace(layout, factors=factors)
+                choose(variant)
+                yield variant
 
 
 def _replaced(options: tuple[Option, ...], option: Option) -> Iterator[tuple[Option, ...]]:

@@ -76,11 +76,11 @@ def declared_options(axis: str) -> tuple[Option, ...]:
 
     Options of strategies that a layout line must ask for come first, those of default strategies after.
     """
-    found = []
-    for strategy in sorted(STRATEGIES.values(), key=lambda each: each.default):
+    options = []
+    for strategy in sorted(STRATEGIES.values(), key=lambda candidate: candidate.default):
         for name, option in strategy.options.items() if strategy.axis == axis else ():
-            found += [Option(*text.split(":", 1)) for text in option.tried(name)]
-    return tuple(found)
+            options += [Option(*text.split(":", 1)) for text in option.tried(name)]
+    return tuple(options)
 
 
 @dataclass
@@ -146,10 +146,10 @@ class Estimator:
         share = StateShares()
         for factor in layout.factors:
             if kinds[factor.axis] == "copies" and factor.options:
-                found = self._share(factor)
-                if found is None:
+                factor_share = self._share(factor)
+                if factor_share is None:
                     return None
-                share = found
+                share = factor_share
         schedule = None if alone is None else self._schedule(plain["stages"], alone.shares)
         stages = prod(f.size for f in plain["stages"])
         if alone is None or schedule is None or 0 < self.most_chunks < stages * schedule.chunks:
@@ -193,7 +193,7 @@ class Estimator:
 
         If no plans can be made (``plan`` is None), all are returned.
         """
-        return [each for each in declared_options(axis) if not self._is_default(axis, each)]
+        return [option for option in declared_options(axis) if not self._is_default(axis, option)]
 
     def default_schedule(self, axis: str) -> tuple[Option, ...]:
         """Returns, as a tuple of one, the option that names the default schedule of a pipeline axis.
@@ -201,8 +201,10 @@ class Estimator:
         The tuple is empty if no declared option does, or if no plans can be made.
         """
         if axis not in self._defaults:
-            found = (each for each in declared_options(axis) if self._is_default(axis, each))
-            self._defaults[axis] = tuple(each for each in found if self._of_toy(axis, each) == self._of_toy(axis))[:1]
+            candidates = (option for option in declared_options(axis) if self._is_default(axis, option))
+            self._defaults[axis] = tuple(
+                option for option in candidates if self._of_toy(axis, option) == self._of_toy(axis)
+            )[:1]
         return self._defaults[axis]
 
     def _is_default(self, axis: str, option: Option) -> bool:
@@ -220,8 +222,8 @@ class Estimator:
         """
         if self.plan is None:
             return []
-        shares = ((each, self._share(Factor(axis, FEW_RANKS[-1:], (each,)))) for each in declared_options(axis))
-        return [each for each, share in shares if share is not None and sum(share[:3]) < 3 - 1e-9]
+        shares = ((option, self._share(Factor(axis, FEW_RANKS[-1:], (option,)))) for option in declared_options(axis))
+        return [option for option, share in shares if share is not None and sum(share[:3]) < 3 - 1e-9]
 
     def _put_together(
         self, layout: Layout, passes: PassCost, share: StateShares, schedule: ScheduleCost, factors: tuple[Factor, ...]
@@ -252,12 +254,12 @@ class Estimator:
             passes_s = max(passes_s + transfers * sent_s, 2 * schedule.chunks * number * slow_s)
         stride = max(1, layout.num_ranks // (copies * stages))
         ranks = range(0, copies * stride, stride)
-        held = self._held(passes, factors, schedule, blocks, last_blocks)
-        of_state = max(each["parameters"] for each in held) / passes.at_rest["parameters"]
-        gathered = max(each["parameters"] for each in held) * share.gathered
+        states = self._held(passes, factors, schedule, blocks, last_blocks)
+        of_state = max(by_kind["parameters"] for by_kind in states) / passes.at_rest["parameters"]
+        gathered = max(by_kind["parameters"] for by_kind in states) * share.gathered
         gathers_s = 2 * number * cluster.message_s("all_gather", gathered, ranks)
         kind = "reduce_scatter" if share.gradients < 1 else "all_reduce"
-        sums_s = cluster.message_s(kind, max(each["gradients"] for each in held) * share.computed, ranks)
+        sums_s = cluster.message_s(kind, max(by_kind["gradients"] for by_kind in states) * share.computed, ranks)
         repeated_s = share.repeated * (number - 1) * sums_s
         # beside the passes of other microbatches; a stage waits for its neighbors in between, so there less is hidden
         hidden_s = gathers_s + (repeated_s if stages == 1 else 0)
@@ -274,7 +276,7 @@ class Estimator:
         activations = self._activations(layout, passes, schedule, stages, blocks, last_blocks)
         memory = max(
             self._peak(passes, share, at_rest, active, number)
-            for at_rest, active in zip(held, activations, strict=True)
+            for at_rest, active in zip(states, activations, strict=True)
         )
         return Estimate(layout, step_s, memory)
 
@@ -402,11 +404,11 @@ class Estimator:
         blocks, rest = parts * self.num_blocks, passes.rest_s
         of_block = (passes.forward_s + passes.backward_s - rest) / blocks
         end = blocks * passes.rest_flops / (1 - passes.rest_flops)  # stages are cut by FLOPs, here in blocks
-        found = []
+        cuts = []
         for last in range(chunks - 1, blocks // stages + 1):  # the last chunk may have the head alone
             others = -(-(blocks - last) // (stages - 1))
-            found.append((max(others, last + end), -last, others))
-        _, fewer, others = min(found)
+            cuts.append((max(others, last + end), -last, others))
+        _, fewer, others = min(cuts)
         slowest = max(1.0, max(others * of_block, rest - fewer * of_block) * stages / (rest + blocks * of_block))
         return slowest, others / parts, -fewer / parts
 
@@ -422,18 +424,18 @@ class Estimator:
         key = operators, recompute, samples
         if key not in self._of_passes:
             is_large = samples > MOST_EXTRAPOLATED and bool(self.refuses_microbatches)
-            is_exact = is_large or any(each.options for each in operators)
-            sizes: tuple[int, ...] = (samples,) if is_exact else tuple(each * self.fewest for each in FEW_SAMPLES)
-            few, *more = (self._read(operators, None, each) for each in sizes if each <= max(self.batch, sizes[0]))
+            is_exact = is_large or any(factor.options for factor in operators)
+            sizes: tuple[int, ...] = (samples,) if is_exact else tuple(size * self.fewest for size in FEW_SAMPLES)
+            few, *more = (self._read(operators, None, size) for size in sizes if size <= max(self.batch, sizes[0]))
             if few is None:  # the model may not take so few samples
                 few, sizes, more = (more or [few])[0], sizes[len(more) :], []
             own = (more or [few])[0] if recompute is None else self._read(operators, recompute, sizes[len(more)])
-            known = [few, own, *more]
+            readings = [few, own, *more]
             self._of_passes[key] = (
                 None
-                if any(each is None for each in known)
+                if any(reading is None for reading in readings)
                 else PassCost.of(
-                    operators, recompute, samples, self.num_blocks, sizes, [each for each in known if each]
+                    operators, recompute, samples, self.num_blocks, sizes, [reading for reading in readings if reading]
                 )
             )
         return self._of_passes[key]
@@ -471,18 +473,18 @@ class Estimator:
         return StateShares(*(max(0.0, a + (b - a) * at) for a, b in zip(*known, strict=True)))
 
     def _shares_of_few(self, factor: Factor) -> tuple[StateShares, ...] | None:
-        found = []
+        shares = []
         for size in FEW_RANKS:
             few = tuple(Factor(factor.axis, (size,), options) for options in ((), factor.options))
-            plain, own = (self._state(Layout((each,), 1, self.precision)) for each in few)
+            plain, own = (self._state(Layout((few_factor,), 1, self.precision)) for few_factor in few)
             if plain is None or own is None:
                 return None
             wholes = (*plain[:4], plain.parameters, plain.optimizer, plain.gradients)
             parts = [a / b if b else 1.0 for a, b in zip(own[:7], wholes, strict=True)]
             few_of = (Layout((few[1],), n, self.precision, own_statistics=self._own_statistics) for n in (1, 2))
             once, twice = map(self.summed_bytes, few_of)
-            found.append(StateShares(*parts)._replace(repeated=twice / once - 1 if once else 0.0))
-        return tuple(found)
+            shares.append(StateShares(*parts)._replace(repeated=twice / once - 1 if once else 0.0))
+        return tuple(shares)
 
     def _state(self, layout: Layout) -> StateShares | None:
         """Returns what a rank of a layout holds and does, in bytes; None if a strategy refuses it."""

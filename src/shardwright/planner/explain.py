@@ -49,8 +49,8 @@ def parts_of_step(*waterfalls: Mapping[str, float]) -> tuple[str, ...]:
     >>> parts_of_step({"bubble": 1.0, "matmul": 3.0}, {"dp": 1.0, "bubble": 0.0})
     ('matmul', 'dp', 'bubble')
     """
-    names = dict.fromkeys([*known_parts(), *(name for each in waterfalls for name in each)])
-    return tuple(name for name in names if any(each.get(name) for each in waterfalls))
+    names = dict.fromkeys([*known_parts(), *(name for waterfall in waterfalls for name in waterfall)])
+    return tuple(name for name in names if any(waterfall.get(name) for waterfall in waterfalls))
 
 
 def name_of_part(name: str) -> str:
@@ -96,9 +96,9 @@ def simplest_first(prices: Sequence[Price]) -> tuple[Price, ...]:
 
     As fast are those whose steps are less than :data:`TIED` longer.
     """
-    fast = (each for each in prices if each.step_s < (1 + TIED) * prices[0].step_s)
+    fast = (price for price in prices if price.step_s < (1 + TIED) * prices[0].step_s)
     best = min(fast, key=burdens)
-    return best, *(each for each in prices if each is not best)
+    return best, *(price for price in prices if price is not best)
 
 
 class StepPart(NamedTuple):
@@ -122,7 +122,7 @@ def differences(best: Price, other: Price) -> tuple[StepPart, ...]:
 
 def loses(best: Price, other: Price) -> tuple[str, float]:
     """Returns the part of the step in which ``other`` loses the most time against ``best``, and the seconds lost."""
-    most = max(differences(best, other), key=lambda each: each.more_s)
+    most = max(differences(best, other), key=lambda part: part.more_s)
     return most.part, most.more_s
 
 
@@ -179,7 +179,7 @@ class PriceDifference(NamedTuple):
         """
         other, best = self.other, self.best
         if not self.fits:
-            heaviest = max(other.memory, key=lambda each: each.num_bytes)
+            heaviest = max(other.memory, key=lambda memory: memory.num_bytes)
             kind = max(heaviest.by_kind, key=lambda name: heaviest.by_kind[name])
             return (
                 f"{other.layout} does not fit: {format_decimal_bytes(other.memory_bytes)} on the fullest device, of "
@@ -204,7 +204,7 @@ class PriceDifference(NamedTuple):
 
         Parts that take less than 0.05 % of the best step under both layouts are left out.
         """
-        rows = [(name_of_part(each.part), each.best_s, each.other_s) for each in self.differences()]
+        rows = [(name_of_part(part.part), part.best_s, part.other_s) for part in self.differences()]
         rows.append(("step", self.best.step_s, self.other.step_s))
         head = f"  {'seconds':20} {'best':>9} {'this':>9} {'more':>9}"
         shown = [row for row in rows if max(row[1:]) >= LEAST * self.best.step_s]
@@ -218,6 +218,6 @@ class PriceDifference(NamedTuple):
         return {
             "layout": str(self.other.layout), "against": str(self.best.layout), "why": self.why(), "fits": self.fits,
             "step_s": self.other.step_s, "memory_bytes": self.other.memory_bytes,
-            "parts": [{"part": each.part, "best_s": each.best_s, "this_s": each.other_s, "more_s": each.more_s}
-                      for each in self.differences()],
+            "parts": [{"part": part.part, "best_s": part.best_s, "this_s": part.other_s, "more_s": part.more_s}
+                      for part in self.differences()],
         }  # fmt: skip

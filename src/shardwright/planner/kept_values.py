@@ -25,7 +25,7 @@ from shardwright.planner.schedule_cost import ScheduleCost
 from shardwright.planner.state_shares import StateShares
 
 _ERRORS: Mapping[str, type[ExplainedError]] = {
-    each.__name__: each for each in (LayoutError, GridError, PlanError, NoValuesError)
+    error_type.__name__: error_type for error_type in (LayoutError, GridError, PlanError, NoValuesError)
 }
 
 _ATOMS = (type(None), bool, int, float, str)
@@ -43,8 +43,8 @@ class StoredMisfit(NamedTuple):
     @classmethod
     def of(cls, error: LayoutError | PlanError) -> StoredMisfit:
         """Returns the parts of an error, and the name of its class or of the nearest base in ``_ERRORS``."""
-        kind = next(each.__name__ for each in type(error).__mro__ if each.__name__ in _ERRORS)
-        parts = (each if each is None else str(each) for each in (error.given, error.allowed, error.fix))
+        kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS)
+        parts = (part if part is None else str(part) for part in (error.given, error.allowed, error.fix))
         return cls(kind, error.what, *parts)
 
     def error(self) -> ExplainedError:
@@ -90,10 +90,10 @@ def from_nodes(nodes: list[list[Any]]) -> Any:
 
     Any exception may come out of nodes that something else has written.
     """
-    made, makers = list[Any](), _makers()
+    values, makers = list[Any](), _makers()
     for kind, *items in nodes:
-        made.append(makers[kind]([made[each[0]] if type(each) is list else each for each in items]))
-    return made[-1]
+        values.append(makers[kind]([values[entry[0]] if type(entry) is list else entry for entry in items]))
+    return values[-1]
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -102,7 +102,7 @@ def _parts(value: Any) -> Iterable[Any]:
         return chain.from_iterable(value.items())
     if kind not in (tuple, *_classes()):
         raise TypeError(f"{kind.__module__}.{kind.__qualname__} is no class of what is kept")
-    return [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else value
+    return [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else value
 
 
 @cache
@@ -122,14 +122,14 @@ def _makers() -> Mapping[str, Callable[[list[Any]], Any]]:
         return dict(zip(items[::2], items[1::2], strict=True))
 
     def misfit_of(items: list[Any]) -> StoredMisfit:
-        found = StoredMisfit(*items)
-        found.error()
-        return found
+        misfit = StoredMisfit(*items)
+        misfit.error()
+        return misfit
 
     def maker(kind: Any) -> Callable[[list[Any]], Any]:
         return kind._make if hasattr(kind, "_make") else lambda items: kind(*items)
 
     return {
-        **{each.__name__: maker(each) for each in _classes()},
+        **{kind.__name__: maker(kind) for kind in _classes()},
         "StoredMisfit": misfit_of, "dict": dict_of, "Counter": lambda items: Counter(dict_of(items)), "tuple": tuple,
     }  # fmt: skip

@@ -48,7 +48,7 @@ def predicted_layer_seconds(job: Job, layout: Layout, cluster: Cluster) -> dict[
         Tensor, lambda t: t.to(precision) if precision is not None and t.is_floating_point() else t, job.example
     )
     pricing = Pricing(cluster, ModelPlans(job.model).kind)
-    clock, found = _LayerTimes(pricing), dict[str, float]()
+    clock, layer_seconds = _LayerTimes(pricing), dict[str, float]()
     began: list[tuple[float, int]] = []
 
     def before(*_: Any) -> None:
@@ -57,7 +57,7 @@ def predicted_layer_seconds(job: Job, layout: Layout, cluster: Cluster) -> dict[
     def after(path: str, *_: Any) -> None:
         device_s, launches = began.pop()
         seconds = pricing.together_s(clock.device_s - device_s, clock.launches - launches)
-        found[path] = found.get(path, 0.0) + seconds
+        layer_seconds[path] = layer_seconds.get(path, 0.0) + seconds
 
     for path, module in model.named_modules():
         if path:
@@ -68,7 +68,7 @@ def predicted_layer_seconds(job: Job, layout: Layout, cluster: Cluster) -> dict[
             call_model(model, inputs)
     except (RuntimeError, TypeError, ValueError):  # a user's forward may need values: then work is counted
         return {}
-    return found
+    return layer_seconds
 
 
 class _LayerTimes(DispatchMode):

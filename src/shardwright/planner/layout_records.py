@@ -54,7 +54,7 @@ class ActionShape:
     @cached_property
     def flops(self) -> int:
         """The FLOPs of the operators."""
-        return sum(each.flops for each in self.records if isinstance(each, OperatorRecord))
+        return sum(record.flops for record in self.records if isinstance(record, OperatorRecord))
 
     @cached_property
     def sent_bytes(self) -> Mapping[str, int]:
@@ -68,7 +68,7 @@ class ActionShape:
     @cached_property
     def sends(self) -> tuple[int, ...]:
         """The payload bytes of the messages to the next pipeline stage, one number for each message in their order."""
-        return tuple(each.num_bytes for each in self.records if isinstance(each, MessageRecord) and each.kind == "send")
+        return tuple(send.num_bytes for send in self.records if isinstance(send, MessageRecord) and send.kind == "send")
 
     def front(self, more: ActionShape) -> tuple[int, int]:
         """Returns :func:`front_of` for the moments of this action and of the same one with more blocks."""
@@ -190,7 +190,9 @@ class ActionTable:
     @cached_property
     def _spans(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """How many blocks more than with fewer each action runs, and how many more the rehearsal with more; columns."""
-        low, high, at = np.array([each.span for each in self.actions], dtype=np.float64).reshape(-1, 3).T[:, :, None]
+        low, high, at = (
+            np.array([action.span for action in self.actions], dtype=np.float64).reshape(-1, 3).T[:, :, None]
+        )
         return np.where(high == low, 0, at - low), np.where(high == low, 1, high - low)
 
 

@@ -116,16 +116,16 @@ def measure_rank(world: World, job: CalibrationJob) -> Measurements:
     All ranks of the layout must call it, with the same job.
     """
     everyone = world.everyone()
-    watch, found = Stopwatch(everyone, job.limit_s), Measurements()
+    watch, measurements = Stopwatch(everyone, job.limit_s), Measurements()
     dtype = DTYPES[job.precision]
-    found.start = watch.timed(_tiny_operators(world.device), parts=300)
-    calls = _measure_steps(world, job, watch, found)
-    found.overlap = _measure_messages(world, job.layout, watch, found)
-    _measure_products(world.device, dtype, watch, found, calls)
-    _measure_copies(world.device, watch, found)
-    for each in calls[:MOST_OPERATORS]:
-        found.calls.append(CallTime(each.operator, each.times, watch.timed(each.again)))
-    return found
+    measurements.start = watch.timed(_tiny_operators(world.device), parts=300)
+    calls = _measure_steps(world, job, watch, measurements)
+    measurements.overlap = _measure_messages(world, job.layout, watch, measurements)
+    _measure_products(world.device, dtype, watch, measurements, calls)
+    _measure_copies(world.device, watch, measurements)
+    for call in calls[:MOST_OPERATORS]:
+        measurements.calls.append(CallTime(call.operator, call.times, watch.timed(call.again)))
+    return measurements
 
 
 def _tiny_operators(device: torch.device) -> Callable[[], None]:
@@ -143,7 +143,7 @@ def _tiny_operators(device: torch.device) -> Callable[[], None]:
 
 def _measure_steps(world: World, job: CalibrationJob, watch: Stopwatch, found: Measurements) -> list[_KeptOperator]:
     """Times steps of tiny models and of the model with few blocks, and returns the operators of the last one."""
-    kept: list[_KeptOperator] = []
+    operators: list[_KeptOperator] = []
 
     def work(inner: World, built: tuple[Any, Any], blocks: int, batch: tuple[Any, Any], precision: Precision) -> None:
         run = parallelize(built[0], Layout((), 1, precision), inner, loss=built[1], example=batch[0])
@@ -161,20 +161,20 @@ def _measure_steps(world: World, job: CalibrationJob, watch: Stopwatch, found: M
             with _KeptOperators() as keeping:
                 step()
                 optimizer.step()
-            kept[:] = sorted(keeping.kept.values(), key=lambda each: -each.cost)
+            operators[:] = sorted(keeping.kept.values(), key=lambda operator: -operator.cost)
 
     with without_values():
         model, loss = job.build()[:2]
         tiny = [tiny_model(number) for number in TINY]
         few = num_blocks_of(model)
-    for number, each in zip(TINY, tiny, strict=True):
-        run_threads(work, 1, (each, loss), number, tiny_batch(), "fp32", device=world.device)
+    for number, small_model in zip(TINY, tiny, strict=True):
+        run_threads(work, 1, (small_model, loss), number, tiny_batch(), "fp32", device=world.device)
     one = rows(job.batch[0], 0, 1), rows(job.batch[1], 0, 1)
     for batch in (one, job.batch) if num_rows(job.batch) > 1 else (job.batch,):
         with without_values():
             built = shortened(model, few), loss
         run_threads(work, 1, built, few, batch, job.precision, device=world.device)
-    return kept
+    return operators
 
 
 def tiny_model(number: int) -> nn.Module:
@@ -215,7 +215,7 @@ class _KeptOperator:
     def again(self) -> None:
         """Calls the operator, on tensors of the same sizes."""
         if self.made is None:
-            self.made = tree_map_only(_OperandLike, lambda each: each.tensor(), (self.args, self.named))
+            self.made = tree_map_only(_OperandLike, lambda operand: operand.tensor(), (self.args, self.named))
         args, named = self.made
         with torch.no_grad():
             self.function(*args, **named)
@@ -261,10 +261,10 @@ class _KeptOperators(DispatchMode):
 def _measure_products(
     device: torch.device, dtype: torch.dtype, watch: Stopwatch, found: Measurements, calls: Sequence[_KeptOperator]
 ) -> None:
-    own = {each.operator.dims[1:]: None for each in calls if each.operator.part == "matmul"}
+    model_products = {call.operator.dims[1:]: None for call in calls if call.operator.part == "matmul"}
     scale = LARGER if device.type != "cpu" else 1
     standard = ((scale * m, scale * n, k * (scale if k >= 256 else 1)) for m, n, k in STANDARD)
-    for m, n, k in dict.fromkeys((*list(own)[:MOST_PRODUCTS], *standard)):
+    for m, n, k in dict.fromkeys((*list(model_products)[:MOST_PRODUCTS], *standard)):
         x, y = torch.rand(m, k, device=device).to(dtype), torch.rand(k, n, device=device).to(dtype)
         timing = watch.timed(lambda x=x, y=y: x @ y)  # type: ignore[misc]
         if timing is not None:

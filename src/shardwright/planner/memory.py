@@ -33,20 +33,20 @@ class StageMemory(NamedTuple):
 def memory_by_stage(records: LayoutRecords) -> tuple[StageMemory, ...]:
     """Returns the peak memory of each stage, by adding up what its actions allocate and free in schedule order."""
     step, orders = records.step, records.action_orders
-    most, net = np.array([_most(each) for each in step.actions], dtype=np.int64), _net(step)
-    own = [np.array(each) for each in step.of_stage]
-    done = np.concatenate([np.append(each[order.order], each[-1]) for each, order in zip(own, orders, strict=True)])
+    most, net = np.array([_most(action) for action in step.actions], dtype=np.int64), _net(step)
+    indices = [np.array(row) for row in step.of_stage]
+    actions = np.concatenate([np.append(row[order.order], row[-1]) for row, order in zip(indices, orders, strict=True)])
     begins = [*accumulate((len(order.order) + 1 for order in orders), initial=0)]
-    changes = net.sum(axis=1)[done]
-    held = np.cumsum(changes) - changes + most.sum(axis=1)[done]  # since the begin of the first stage's step
+    changes = net.sum(axis=1)[actions]
+    held_bytes = np.cumsum(changes) - changes + most.sum(axis=1)[actions]  # since the begin of the first stage's step
     peaks, bases = list[StageMemory](), dict[object, tuple[npt.NDArray[np.int64], int]]()
     for stage, (kind, blocks) in enumerate(zip(records.stages, records.num_blocks, strict=True)):
         key = id(kind.fewer), blocks
         if key not in bases:
             bases[key] = np.array(_base(records, stage)), beside_bytes(records, stage)
         base, beside = bases[key]
-        numbers = done[begins[stage] : begins[stage + 1]]
-        at = held[begins[stage] : begins[stage + 1]].argmax()  # the first of several
+        numbers = actions[begins[stage] : begins[stage + 1]]
+        at = held_bytes[begins[stage] : begins[stage + 1]].argmax()  # the first of several
         peak = np.bincount(numbers[:at], minlength=len(net)) @ net + most[numbers[at]]
         by_kind = base + peak if peak.sum() > 0 else base
         peaks.append(StageMemory(dict(zip(KINDS, by_kind.tolist(), strict=True)), beside))
@@ -55,17 +55,17 @@ def memory_by_stage(records: LayoutRecords) -> tuple[StageMemory, ...]:
 
 def _net(step: ActionTable) -> npt.NDArray[np.int64]:
     """Returns by how many bytes each action (rows) changes what a rank holds of each kind of memory (columns)."""
-    found = step.at_blocks([each.fewer.net for each in step.actions], [each.more.net for each in step.actions])
-    return np.rint(found).astype(np.int64)
+    net = step.at_blocks([action.fewer.net for action in step.actions], [action.more.net for action in step.actions])
+    return np.rint(net).astype(np.int64)
 
 
 def offloaded_bytes(records: LayoutRecords) -> int:
     """Returns the bytes of parameters and optimizer state that are offloaded, of the rank that offloads the most."""
-    found = [0]
+    sizes = [0]
     for kind, blocks in zip(records.stages, records.num_blocks, strict=True):
-        (size,) = at_blocks(kind.span(blocks), [[float(each.offloaded_bytes)] for each in kind.rehearsed])
-        found.append(round(size))
-    return max(found)
+        (size,) = at_blocks(kind.span(blocks), [[float(rehearsal.offloaded_bytes)] for rehearsal in kind.rehearsed])
+        sizes.append(round(size))
+    return max(sizes)
 
 
 def host_bytes(records: LayoutRecords, ranks_per_node: int) -> int:
@@ -101,8 +101,8 @@ def pass_memory(records: LayoutRecords, stage: int) -> PassMemory:
     actions, net = records.step.actions, _net(records.step).sum(axis=1).tolist()
     *own, update = records.step.of_stage[stage]
     kinds = [place.kind for place in records.action_orders[stage].classes]
-    forward, backward = ([n for n, each in zip(own, kinds, strict=True) if each == kind][:2][-1] for kind in "FB")
-    most, later, updated = (sum(_most(actions[each])) for each in (forward, backward, update))
+    forward, backward = ([n for n, letter in zip(own, kinds, strict=True) if letter == kind][:2][-1] for kind in "FB")
+    most, later, updated = (sum(_most(actions[index])) for index in (forward, backward, update))
     kept = net[forward]
     return PassMemory(max(0, kept), max(most, kept + later, 0), max(0, updated))
 
@@ -114,7 +114,7 @@ def beside_bytes(records: LayoutRecords, stage: int) -> int:
 
 def _base(records: LayoutRecords, stage: int) -> HeldBytes:
     kind = records.stages[stage]
-    rehearsed = [each.base for each in kind.rehearsed]
+    rehearsed = [rehearsal.base for rehearsal in kind.rehearsed]
     base = tuple(map(round, at_blocks(kind.span(records.num_blocks[stage]), rehearsed)))
     batch, number = KINDS.index("batch"), records.schedule.num_microbatches
     return (*base[:batch], base[batch] * number // kind.fewer.num_microbatches, *base[batch + 1 :])

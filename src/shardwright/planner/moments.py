@@ -36,4 +36,4 @@ def front_of(fewer: Moments, more: Moments) -> tuple[int, int]:
 def _changes(moments: Moments) -> list[tuple[int, ...]]:
     """Returns what is allocated and freed, by kind, up to each moment since the one before."""
     nothing = tuple(0 for _ in moments[0])
-    return [tuple(map(sub, each, before)) for before, each in pairwise((nothing, *moments))]
+    return [tuple(map(sub, moment, before)) for before, moment in pairwise((nothing, *moments))]

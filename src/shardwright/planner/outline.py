@@ -98,7 +98,7 @@ class ModelPlans:
         """
         assert self.blocks is not None, "asked for a model with alike blocks"
         if number not in self._shortened:
-            larger = min((each for each in self._shortened if each > number), default=None)
+            larger = min((count for count in self._shortened if count > number), default=None)
             whole, had = (self.model, self.blocks.number) if larger is None else (self._shortened[larger], larger)
             self._shortened[number] = self.blocks._replace(number=had).shortened(whole, number)
         return self._shortened[number]
@@ -122,12 +122,12 @@ class ModelPlans:
             chunks = self._chunks(job, plan, schedule)
             assert self.blocks is not None, "there are chunks of alike blocks"
             cuts = cuts_of(self.blocks, plan)
-            found = StageBlocks(plan.layout, schedule, chunks, cuts=cuts, crossing=crossing_of(plan))
+            outline = StageBlocks(plan.layout, schedule, chunks, cuts=cuts, crossing=crossing_of(plan))
         except NotAlikeError as different:
-            found = StageBlocks(plan.layout, schedule, unlike=str(different))
+            outline = StageBlocks(plan.layout, schedule, unlike=str(different))
         if plan.layout == layout:  # otherwise sizes or options were chosen for this very layout
-            self._outlines[key] = found
-        return found, False
+            self._outlines[key] = outline
+        return outline, False
 
     def _chunks(self, job: Job, plan: Plan, schedule: Schedule) -> Chunks:
         if self.blocks is None:
@@ -139,13 +139,13 @@ class ModelPlans:
             return [(self.blocks.number, ())]
         if any(edge.target - edge.source > 1 for edge in plan.stages.chunked.edges):
             raise NotAlikeError("a stage takes what another than the one before it makes")
-        found = []
+        chunks = []
         for chunk in range(schedule.num_chunks):
             count = counts_of(self.blocks, plan.stages.chunked.calls_of(chunk))
             if count is None:
                 raise NotAlikeError("a stage begins inside of a block")
-            found.append(count)
-        return found
+            chunks.append(count)
+        return chunks
 
 
 def _check_alike_in_plan(blocks: AlikeBlocks, plan: Plan) -> None:
@@ -165,15 +165,15 @@ def cuts_of(blocks: AlikeBlocks, plan: Plan) -> BlockCuts:
 
     Raises: NotAlikeError: they are cut differently.
     """
-    coord, found = dict.fromkeys(plan.mesh.axes, 0), dict[BlockCuts, None]()
+    coord, cuts = dict.fromkeys(plan.mesh.axes, 0), dict[BlockCuts, None]()
     for block in dict.fromkeys((*blocks.names[:2], blocks.names[-1])):
-        held = {n.removeprefix(block): each for n, each in plan.compute.items() if n.startswith(f"{block}.")}
-        for axis in (each for each in mesh_axes("stages") if each in plan.mesh.axes):
-            held = {name: each.on_all(axis) for name, each in held.items()}
-        found[tuple((name, tuple(each.local_shape(coord))) for name, each in held.items())] = None
-    if len(found) > 1:
+        layouts = {n.removeprefix(block): layout for n, layout in plan.compute.items() if n.startswith(f"{block}.")}
+        for axis in (mesh_axis for mesh_axis in mesh_axes("stages") if mesh_axis in plan.mesh.axes):
+            layouts = {name: layout.on_all(axis) for name, layout in layouts.items()}
+        cuts[tuple((name, tuple(layout.local_shape(coord))) for name, layout in layouts.items())] = None
+    if len(cuts) > 1:
         raise NotAlikeError("the layout cuts alike blocks in several ways")
-    return next(iter(found))
+    return next(iter(cuts))
 
 
 def crossing_of(plan: Plan) -> frozenset[int]:

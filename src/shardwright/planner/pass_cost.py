@@ -40,13 +40,13 @@ class OperatorsAlone(NamedTuple):
     @classmethod
     def of(cls, pricing: Pricing, records: LayoutRecords) -> OperatorsAlone:
         """Returns what is read of records, extended to all blocks."""
-        found = cls(
+        reading = cls(
             pricing.pass_times(records), pass_memory(records, 0), held_at_rest(records, 0), beside_bytes(records, 0)
         )
         if records.note or not records.num_blocks[0]:
-            return found
-        none = replace(records, num_blocks=tuple((0,) * len(each) for each in records.num_blocks))
-        return found._replace(rest=(cls.of(pricing, replace(none, note="without blocks")),))
+            return reading
+        none = replace(records, num_blocks=tuple((0,) * len(blocks) for blocks in records.num_blocks))
+        return reading._replace(rest=(cls.of(pricing, replace(none, note="without blocks")),))
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ class PassCost:
 
         def scaled(read: Callable[[OperatorsAlone], float]) -> float:
             if more:
-                (found,) = extended(samples, [read(few)], [read(more[0])], *sizes)
-                return found
+                (value,) = extended(samples, [read(few)], [read(more[0])], *sizes)
+                return value
             return read(few) * samples / sizes[0]
 
         def at_blocks(read: Callable[[OperatorsAlone], float]) -> Callable[[OperatorsAlone], float]:
-            return lambda each: (read(each) - (read(each.rest[0]) if each.rest else 0.0)) / blocks
+            return lambda reading: (read(reading) - (read(reading.rest[0]) if reading.rest else 0.0)) / blocks
 
         def with_own(read: Callable[[OperatorsAlone], float]) -> float:
             """The same with recomputation, of which the difference grows with the samples."""
@@ -111,8 +111,8 @@ class PassCost:
         forward_s, backward_s = scaled(lambda e: e.times.forward_s), with_own(lambda e: e.times.backward_s)
         weights_s = scaled(lambda e: e.times.weights_s)
         whole_s = forward_s + backward_s
-        parts = [round(each / whole_s, 2) for each in (forward_s, weights_s)]
-        kept = at_blocks(lambda e: e.memory.kept)
+        parts = [round(seconds / whole_s, 2) for seconds in (forward_s, weights_s)]
+        read_kept = at_blocks(lambda e: e.memory.kept)
         rest = few.rest[0] if has_rest else few
         of_block = {kind: (few.at_rest[kind] - rest.at_rest[kind] * has_rest) / blocks for kind in STATE_KINDS}
         rest_s = rest_flops = 0.0
@@ -123,7 +123,7 @@ class PassCost:
             operators, recompute, forward_s, backward_s,
             PassShares(parts[0], round(1 - sum(parts), 2), parts[1]), rest_s, has_rest, rest_flops,
             with_own(lambda e: e.times.hidden_s), few.times.adds_s, few.times.update_s,
-            few.times.update_starts_s, with_own(kept), scaled(kept), with_own(lambda e: e.memory.most),
+            few.times.update_starts_s, with_own(read_kept), scaled(read_kept), with_own(lambda e: e.memory.most),
             few.at_rest, of_block, {kind: few.at_rest[kind] - blocks * of_block[kind] for kind in STATE_KINDS},
             few.memory.update, few.beside,
         )  # fmt: skip

@@ -61,22 +61,22 @@ def _action_order(schedule: Schedule, stage: int) -> ActionOrder:
     codes = [code_of[kind, chunk] for kind, _, chunk in schedule.actions[stage]]
     around = [*zip([_NONE, *codes], codes, [*codes[1:], _NONE], strict=False)]
     keys: list[tuple[tuple[int, int, int], str]] = []
-    index_of = {each: index for index, each in enumerate(dict.fromkeys(around))}
-    keys += [(each, "between") for each in index_of]
-    order = [index_of[each] for each in around]
+    index_of = {triple: index for index, triple in enumerate(dict.fromkeys(around))}
+    keys += [(triple, "between") for triple in index_of]
+    order = [index_of[triple] for triple in around]
     begins = {code: codes.index(code) for code in dict.fromkeys(codes)}
     for code, first in begins.items():
         for at, name in _ends(codes, code, first).items():
             order[at] = len(keys)
             keys.append((around[at], name))
-    found = sorted(dict(zip(reversed(order), range(len(order) - 1, -1, -1), strict=True)).items(),
-                   key=lambda each: (begins[keys[each[0]][0][1]], each[1]))  # fmt: skip
+    pairs = sorted(dict(zip(reversed(order), range(len(order) - 1, -1, -1), strict=True)).items(),
+                   key=lambda pair: (begins[keys[pair[0]][0][1]], pair[1]))  # fmt: skip
     names = {code: f"{slots[chunk]}{kind}" for (kind, chunk), code in code_of.items()} | {_NONE: ""}
     classes = (
         ActionClass(int(names[own][:-1]), names[own][-1], name, names[after], names[before])
-        for (after, own, before), name in (keys[index] for index, _ in found)
+        for (after, own, before), name in (keys[index] for index, _ in pairs)
     )
-    renumbered = {index: number for number, (index, _) in enumerate(found)}
+    renumbered = {index: number for number, (index, _) in enumerate(pairs)}
     return ActionOrder(tuple(classes), np.array([renumbered[index] for index in order], dtype=np.intp))
 
 
@@ -102,18 +102,18 @@ def nearest_class(place: ActionClass, actions: Collection[ActionClass]) -> Actio
     if place in actions:
         return place
     orders = _LATER if place.order in _LATER else (place.order,)
-    known = sorted((each for each in actions if each[:2] == place[:2] and each.order in orders), key=_is_last)
-    if not known:
+    candidates = sorted((other for other in actions if other[:2] == place[:2] and other.order in orders), key=_is_last)
+    if not candidates:
         return None
-    own = place.kind != "F"  # a backward's last one sums gradients; the last forward is like others
-    middle = [each for each in _LATER if (each == "last") == (place.order == "last")]
+    is_backward = place.kind != "F"  # a backward's last one sums gradients; the last forward is like others
+    middle = [order for order in _LATER if (order == "last") == (place.order == "last")]
 
     def likeness(each: ActionClass) -> tuple[bool, ...]:
         same = each.after == place.after, each.before == place.before
         order = each.order == place.order
-        return (order or each.order in middle, all(same), *same, order) if own else (all(same), *same, order)
+        return (order or each.order in middle, all(same), *same, order) if is_backward else (all(same), *same, order)
 
-    return max(known, key=likeness)
+    return max(candidates, key=likeness)
 
 
 _LATER = ("second", "between", "last")
@@ -141,30 +141,30 @@ def stage_of(schedule: Schedule, few: int) -> tuple[int, ...]:
 
     Each pass over the stages keeps its direction: from the first to the last, or back, as in a V.
     """
-    found: list[int] = []
+    stages: list[int] = []
     for turn in range(schedule.num_chunks // schedule.num_stages):
         onward = schedule.stage_of[turn * schedule.num_stages] == 0
-        found += range(few) if onward else reversed(range(few))
-    return tuple(found)
+        stages += range(few) if onward else reversed(range(few))
+    return tuple(stages)
 
 
 def sample_chunks(schedule: Schedule, few: int) -> tuple[int, ...]:
     """Returns, for each chunk of the schedule on ``few`` stages, the chunk of ``schedule`` that it stands for."""
     slots = dict[int, int]()
-    found = []
+    chunks = []
     for kind in stage_of(schedule, few):
         stage, slot = representative(kind, schedule.num_stages, few), slots.get(kind, 0)
         slots[kind] = slot + 1
-        found.append(schedule.chunks_of(stage)[slot])
-    return tuple(found)
+        chunks.append(schedule.chunks_of(stage)[slot])
+    return tuple(chunks)
 
 
 def has_all_actions(few: Schedule, schedule: Schedule) -> bool:
     """Returns whether ``few``, a schedule on few stages, has an action like (:func:`like`) each one of ``schedule``."""
-    known = [each.classes for each in action_orders(few)]
+    classes = [order.classes for order in action_orders(few)]
     kinds = (kind_of(stage, schedule.num_stages, few.num_stages) for stage in range(schedule.num_stages))
     return all(
-        nearest_class(place, known[kind])
+        nearest_class(place, classes[kind])
         for kind, order in zip(kinds, action_orders(schedule), strict=True)
         for place in order.classes
     )

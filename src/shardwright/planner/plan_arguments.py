@@ -119,10 +119,15 @@ def check_words(layout: Layout | None, fix: str, without: Sequence[str]) -> None
             allowed="a layout, or parts that must hold and words to leave out",
             fix="leave out --fix and --without",
         )
-    known = {*layout_axes(), *(name for each in STRATEGIES.values() for name in each.options), "recompute", "mb"}
+    names = {
+        *layout_axes(),
+        *(name for strategy in STRATEGIES.values() for name in strategy.options),
+        "recompute",
+        "mb",
+    }
     precisions = get_args(Precision)
     fixed = [part.partition(":")[0] for word in fix.split() for part in word.split("/")]
-    parts = {*known, *precisions, "compile", "single", OWN}
+    parts = {*names, *precisions, "compile", "single", OWN}
     strange = next((head for head in fixed if not _is_known(head, parts)), None)
     if strange is not None:
         raise PlanError(
@@ -133,13 +138,13 @@ def check_words(layout: Layout | None, fix: str, without: Sequence[str]) -> None
         )
     for word in without:
         head = word.partition(":")[0]
-        if not _is_known(head, known):
-            other = next(each for each in precisions if each != word)
+        if not _is_known(head, names):
+            other = next(precision for precision in precisions if precision != word)
             raise PlanError(
                 "no axis and no option has this name",
                 given=word,
-                allowed=", ".join(sorted(known)),
-                fix=fix_for(head, sorted(known))
+                allowed=", ".join(sorted(names)),
+                fix=fix_for(head, sorted(names))
                 if word not in precisions
                 else f"write --fix {other}: a search is in one precision",
             )

@@ -132,12 +132,12 @@ class Plans:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the listed prices and the summary of the search as plain data for JSON."""
-        rest = self.layouts[1:]
+        others = self.layouts[1:]
         return {
             "cluster": str(self.cluster), "num_parameters": self.num_parameters, "batch": self.batch,
             "memory_limit_bytes": self.cluster.device.memory_bytes * self.memory_limit, "best": str(self.best.layout),
-            "layouts": [self.row(each) for each in self.listed],
-            "runner_up": str(rest[0].layout) if rest and self.fits(rest[0]) else None,
+            "layouts": [self.row(price) for price in self.listed],
+            "runner_up": str(others[0].layout) if others and self.fits(others[0]) else None,
             "searched": self.found.searched or len(self.layouts), "priced": self.found.priced or len(self.layouts),
             "simulated": self.found.priced or len(self.layouts),
             "unpriced": self.found.unpriced,
@@ -154,10 +154,10 @@ class Plans:
         Each entry has the ``reason``, the ``count`` of layouts and, as ``nearest``, the first layout left out for it;
         ``detail`` says what the constraint is for that layout, or is "".
         """
-        found = self.found
+        result = self.found
         return [
-            {"reason": why, "count": n, "nearest": found.nearest[why], "detail": found.details.get(why, "")}
-            for why, n in found.rejected.most_common()
+            {"reason": why, "count": n, "nearest": result.nearest[why], "detail": result.details.get(why, "")}
+            for why, n in result.rejected.most_common()
         ]
 
     def fits(self, price: Price) -> bool:
@@ -184,7 +184,7 @@ class Plans:
 
     def row(self, price: Price) -> dict[str, Any]:
         """Returns one layout's price as plain data for JSON: seconds by part, memory, traffic, and whether it fits."""
-        heaviest = max(price.memory, key=lambda each: each.num_bytes)
+        heaviest = max(price.memory, key=lambda memory: memory.num_bytes)
         stage = price.memory.index(heaviest)
         axes = [axis for axis in layout_axes() if axis in price.waterfall]
         low, high = self.interval(price.step_s)
@@ -195,7 +195,7 @@ class Plans:
             "utilisation": self.utilisation(price), "memory_bytes": price.memory_bytes,
             "memory_rank": price.layout.mesh.first_rank(mesh_axes("stages"), stage),
             "memory_by_kind": {**heaviest.by_kind, "beside tensors": heaviest.beside},
-            "memory_by_stage": [each.num_bytes for each in price.memory],
+            "memory_by_stage": [memory.num_bytes for memory in price.memory],
             "offloaded_bytes": offloaded_bytes(price.records),
             "host_bytes": host_bytes(price.records, self.cluster.nodes.ranks_per_node),
             "traffic_bytes": sum(price.traffic_by_axis.values()), "traffic_by_axis": dict(price.traffic_by_axis),

@@ -36,11 +36,11 @@ def warnings_of(plans: Plans) -> list[str]:
     stages with several chunks, and activations that are offloaded, of which the time is not priced.
     """
     whole: dict[str, list[Layout]] = {}
-    for each in plans.layouts:
-        if each.records.note:
-            whole.setdefault(each.records.note, []).append(each.layout)
+    for price in plans.layouts:
+        if price.records.note:
+            whole.setdefault(price.records.note, []).append(price.layout)
     notes = [f"{', '.join(map(str, layouts))}: {said}" for said, layouts in whole.items()]
-    chunked = [each.layout for each in plans.layouts if _has_several_chunks(each)]
+    chunked = [price.layout for price in plans.layouts if _has_several_chunks(price)]
     offloading = [e.layout for e in plans.layouts if (e.layout.recompute or "").startswith("offload")]
     for layouts, said in (
         (chunked, "memory of several chunks on a stage is 3 % off at most where it was compared"),
@@ -56,7 +56,7 @@ def warnings_of(plans: Plans) -> list[str]:
         and row["value"] in row["bounds"]
         and row["name"] not in NATURAL_BOUNDS
     ]
-    lacking = {each.layout.precision for each in plans.layouts} - {name for name, _ in plans.cluster.device.peaks}
+    lacking = {price.layout.precision for price in plans.layouts} - {name for name, _ in plans.cluster.device.peaks}
     notes += [f"{plans.cluster.device.name} has no peak in {name}: such layouts are priced at that in fp32"
               for name in sorted(lacking)]  # fmt: skip
     most = max(plans.scale.factors)
@@ -83,7 +83,7 @@ def text_of(plans: Plans) -> str:
         *plans.why(best).replace("; ", ";\n  ", 1).splitlines(),
         f"model             {plans.num_parameters:,} parameters; a step has {plans.batch:,} samples"
         + f", {plans.tokens:,} tokens" * (plans.tokens > plans.batch),
-        *(f"what would fit    {each}" for each in _ways_out(plans)),
+        *(f"what would fit    {way}" for way in _ways_out(plans)),
         *_table(plans),
         "",
         *waterfall_lines(best.waterfall, best.step_s),
@@ -92,17 +92,17 @@ def text_of(plans: Plans) -> str:
         expected, times = plans.expected_s(best.step_s), plans.published.median
         lines.append(f"  {'expected':20} {expected:>7.3g} s  {times:.2f} times that, the median of published runs")
     lines.append("")
-    stages = ", ".join(f"{each.num_bytes / 1e9:.3g}" for each in best.memory)
+    stages = ", ".join(f"{memory.num_bytes / 1e9:.3g}" for memory in best.memory)
     limit = plans.cluster.device.memory_bytes * plans.memory_limit / 1e9
     lines.append(f"memory by stage   {stages} GB; limit {limit:.3g}")
-    heaviest = max(best.memory, key=lambda each: each.num_bytes)
+    heaviest = max(best.memory, key=lambda memory: memory.num_bytes)
     kinds = ", ".join(f"{kind} {format_decimal_bytes(size)}" for kind, size in heaviest.by_kind.items() if size)
     lines.append(f"  the most        {kinds}, beside tensors {format_decimal_bytes(heaviest.beside)}")
     sent = ", ".join(f"{axis} {format_decimal_bytes(size)}" for axis, size in best.traffic_by_axis.items())
     lines.append(f"traffic by axis   {sent or 'nothing'}")
     lines.append(f"baseline          {plans.baseline_s(best):.3g} s at {UTILISATION:.0%} of peak")
     lines += [*(f"{name:17} {said}" for name, said in notes_of(plans)), *_rest(plans)]
-    lines += [f"warning: {each}" for each in warnings_of(plans)]
+    lines += [f"warning: {warning}" for warning in warnings_of(plans)]
     return "\n".join(lines)
 
 
@@ -119,13 +119,13 @@ def _ways_out(plans: Plans) -> tuple[str, ...]:
 def _table(plans: Plans) -> list[str]:
     if len(plans.listed) < 2:
         return []
-    width = max(len(str(each.layout)) for each in plans.listed)
+    width = max(len(str(price.layout)) for price in plans.listed)
     rows = [f"  {'layout':{width}}  {'expected':>8}    {'memory':>9}  peak"]
-    for each in plans.listed:
-        said = f"mostly {name_of_part(plans.limit(each))}" if plans.fits(each) else "does not fit"
+    for price in plans.listed:
+        said = f"mostly {name_of_part(plans.limit(price))}" if plans.fits(price) else "does not fit"
         rows.append(
-            f"  {each.layout!s:{width}}  {plans.expected_s(each.step_s):>8.3g} s  "
-            f"{each.memory_bytes / 1e9:>6.3g} GB  {plans.utilisation(each):>4.0%}  {said}"
+            f"  {price.layout!s:{width}}  {plans.expected_s(price.step_s):>8.3g} s  "
+            f"{price.memory_bytes / 1e9:>6.3g} GB  {plans.utilisation(price):>4.0%}  {said}"
         )
     return ["", *rows]
 
@@ -188,42 +188,42 @@ def notes_of(plans: Plans) -> list[tuple[str, str]]:
     that the network is assumed, how long a slow host would take, in which dtypes the weights are if that is narrow,
     and under which layouts gradients are summed in other dtypes.
     """
-    found = [("offloaded", each) for each in _offloaded(plans)]
+    notes = [("offloaded", text) for text in _offloaded(plans)]
     if plans.found.unpriced:
-        found.append((
+        notes.append((
             "not priced", f"{plans.found.unpriced:,} layouts whose estimates are less than {TOO_LONG - 1:.0%} above "
             "the best price: one of them may be faster, since estimates of a GPT of 13 B were off by as much; "
             f"--most-priced {2 * max(plans.found.priced, plans.found.most)} prices more of them",
         ))  # fmt: skip
-    found += _of_published_runs(plans)
-    found += [("network", each) for each in _assumed_network(plans)]
+    notes += _of_published_runs(plans)
+    notes += [("network", text) for text in _assumed_network(plans)]
     if plans.cluster.device.type not in HOST and not _has_several_chunks(plans.best):
-        found.append((
+        notes.append((
             "memory", f"of tensors is counted in a rehearsed step, and was within {MEMORY_ON_CPUS:.1%} of what a small "
             f"GPT held on CPUs under dp and ZeRO, and {MEMORY_ON_CARD:.1%} in one run on an H100; what lies beside "
             "tensors is an estimate, and several cards were never compared",
         ))  # fmt: skip
     host_s = plans.host_s(plans.best)
     if host_s:
-        found.append((
+        notes.append((
             "host", f"it starts {plans.best.starts:,.0f} operators a step: {format_duration(host_s)} where Python "
             f"starts one in {SLOW_START_S * 1e6:.0f} us, as beside an H100 that was measured, and the step is no "
             "shorter there; larger microbatches start fewer, and calibrate measures the host",
         ))  # fmt: skip
     if plans.narrow:
-        found.append((
+        notes.append((
             "weights", f"the parameters of the model that was given are {plans.narrow}, so AdamW updates them in it, "
             "without master weights in float32; of a model built in float32 the layout's precision makes both",
         ))  # fmt: skip
-    narrow = [each.layout for each in plans.listed if each.records.has_narrow_sums]
+    narrow = [price.layout for price in plans.listed if price.records.has_narrow_sums]
     if narrow:
         dtypes = " or ".join(sorted({layout.precision for layout in narrow}))
         others = ", in fp32 or not at all under the others listed" * (len(narrow) < len(plans.listed))
-        found.append((
+        notes.append((
             "gradients", f"of microbatches are summed in {dtypes} under {', '.join(map(str, narrow))}{others}; "
             "with the option fp32-sums, as dp2/zero1/fp32-sums, in fp32 too",
         ))  # fmt: skip
-    return found
+    return notes
 
 
 def _rest(plans: Plans) -> list[str]:
@@ -235,7 +235,7 @@ def _rest(plans: Plans) -> list[str]:
         tie = f"; a difference under {TIED:.0%} says nothing about which is faster" if 0 < abs(off) < TIED else ""
         lines.append(f"runner-up         {second.layout}: {how_much_slower(plans.best, second)}, "
                      f"{where_it_loses(plans.best, second)}{tie}")  # fmt: skip
-    for each in plans.rejected():
-        detail = f" ({each['detail']})" * bool(each["detail"])
-        lines.append(f"left out          {each['count']:,}: {each['reason']}, such as {each['nearest']}{detail}")
+    for entry in plans.rejected():
+        detail = f" ({entry['detail']})" * bool(entry["detail"])
+        lines.append(f"left out          {entry['count']:,}: {entry['reason']}, such as {entry['nearest']}{detail}")
     return lines

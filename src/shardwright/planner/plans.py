@@ -113,33 +113,33 @@ def plan_layouts(
     began = process_time()
     record = _ModelRecords(model, loss, batch, cluster.device.type, roles, keep_in)
     pricing = Pricing(cluster, record.plans.kind)
-    known = [(_priced_anchor(line, s, pricing, num_samples, record), s) for line, s in anchors.items()]
-    scale, limit = scale_of(known), cluster.device.memory_bytes * memory_limit
+    priced_anchors = [(_priced_anchor(line, s, pricing, num_samples, record), s) for line, s in anchors.items()]
+    scale, limit = scale_of(priced_anchors), cluster.device.memory_bytes * memory_limit
     ways = tuple[str, ...]()
     if layout is not None:
         check_ranks(layout, cluster)
         check_samples(layout, num_samples)
         records = record(layout, num_samples)
-        prices, found = [pricing.price(records.layout, records)], SearchResult()
+        prices, result = [pricing.price(records.layout, records)], SearchResult()
     else:
-        precision = next((each for each in get_args(Precision) if each in fix.split()), precision_of(cluster))
+        precision = next((word for word in get_args(Precision) if word in fix.split()), precision_of(cluster))
         most_stages = record.short.most_stages
-        wanted = SearchConstraints(fix, tuple(without), precision, limit, most_priced, most_stages)
-        found = record.searched(pricing, num_samples, wanted)
-        prices = [*found.fit, *found.misfits]
+        constraints = SearchConstraints(fix, tuple(without), precision, limit, most_priced, most_stages)
+        result = record.searched(pricing, num_samples, constraints)
+        prices = [*result.fit, *result.misfits]
         if not prices:
-            raise found.failure or _none_found(cluster, found, fix, without)
-        if look_further and not found.fit:
-            ways = _ways_out(found, pricing, record, num_samples, wanted)
+            raise result.failure or _none_found(cluster, result, fix, without)
+        if look_further and not result.fit:
+            ways = _ways_out(result, pricing, record, num_samples, constraints)
     record.kept.save()
     seconds = {"records": record.spent_s, "search": process_time() - began - record.spent_s}
-    priced = sorted((scale.of(each) for each in prices), key=lambda each: _rank(each, limit, cluster))
-    fit = [each for each in priced if not _rank(each, limit, cluster)[0]]
+    priced = sorted((scale.of(price) for price in prices), key=lambda price: _rank(price, limit, cluster))
+    fit = [price for price in priced if not _rank(price, limit, cluster)[0]]
     if fit:
         priced = [*simplest_first(fit), *priced[len(fit) :]]
     num_parameters, narrow = _parameters_of(model)
     return Plans(
-        cluster, tuple(priced), num_samples, tokens or _num_tokens(batch[0]), memory_limit, seconds, found, scale, top,
+        cluster, tuple(priced), num_samples, tokens or _num_tokens(batch[0]), memory_limit, seconds, result, scale, top,
         ways, num_parameters, narrow,
     )  # fmt: skip
 
@@ -200,9 +200,9 @@ def _ways_out(
     """Returns what to change so that a layout fits, where none that a search has priced does (:func:`ways_out`)."""
     one = replace(wanted, most=1, most_to_fit=3)
     return tuple(ways_out(
-        min(found.misfits, key=lambda each: each.memory_bytes), pricing.cluster, record.batch, wanted.limit_bytes,
+        min(found.misfits, key=lambda price: price.memory_bytes), pricing.cluster, record.batch, wanted.limit_bytes,
         lambda more: record.searched(Pricing(more, record.plans.kind), samples, one),
-        lambda each, batch: pricing.price(each, record.of_batch(each, samples, batch)),
+        lambda layout, batch: pricing.price(layout, record.of_batch(layout, samples, batch)),
     ))  # fmt: skip
 
 

@@ -45,9 +45,9 @@ def by_price(job: Job, layout: Layout, cluster: str) -> Job:
 
     Raises: PlanError, LayoutError: the cluster cannot be read.
     """
-    found = cluster_for(cluster, layout.num_ranks)
-    seconds = job.seconds or (predicted_layer_seconds(job, layout, found) if has_stages(layout) else {})
-    return job._replace(cluster=found, seconds=seconds)
+    parsed_cluster = cluster_for(cluster, layout.num_ranks)
+    seconds = job.seconds or (predicted_layer_seconds(job, layout, parsed_cluster) if has_stages(layout) else {})
+    return job._replace(cluster=parsed_cluster, seconds=seconds)
 
 
 def predict_step(
@@ -67,8 +67,8 @@ def predict_step(
     records = record_layout(job, layout, batch, device_type, optimizer=optimizer)
     stages = range(records.schedule.num_stages)
     sent = traffic_by_stage(records)
-    held = [each.num_bytes for each in memory_by_stage(records)]
-    rank = records.layout.mesh.first_rank(mesh_axes("stages"), max(stages, key=held.__getitem__))
+    peaks = [memory.num_bytes for memory in memory_by_stage(records)]
+    rank = records.layout.mesh.first_rank(mesh_axes("stages"), max(stages, key=peaks.__getitem__))
     account = predict_memory(
         job, layout, rank, batch, optimizer=optimizer, ranks=ranks, device=device_type, **options
     )  # fmt: skip
@@ -80,7 +80,9 @@ def predict_step(
         "step_s": None if price is None else price.step_s,
         "waterfall": {} if price is None else {name: s for name, s in price.waterfall.items() if s},
         "memory_by_kind": {kind: size for kind, size in held_by_kind.items() if size},
-        "traffic_by_axis": {axis: size for axis, size in max(sent, key=lambda each: each.total()).items() if size},
+        "traffic_by_axis": {
+            axis: size for axis, size in max(sent, key=lambda traffic: traffic.total()).items() if size
+        },
     }
 
 
@@ -92,11 +94,11 @@ def compared(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[
     >>> compared({"step_s": 2.0, "waterfall": {"tp": 1.0}}, {"step_s": 1.0, "waterfall": {"dp": 1.0}})
     {'step_s': 1.0, 'waterfall': {}, 'memory_by_kind': {}, 'traffic_by_axis': {}}
     """
-    found: dict[str, Any] = {}
+    errors: dict[str, Any] = {}
     a, b = predicted.get("step_s"), measured.get("step_s")
     if a is not None and b:
-        found["step_s"] = a / b - 1
+        errors["step_s"] = a / b - 1
     for table in ("waterfall", "memory_by_kind", "traffic_by_axis"):
         said, seen = predicted.get(table, {}), measured.get(table, {})
-        found[table] = {name: size / seen[name] - 1 for name, size in said.items() if seen.get(name)}
-    return found
+        errors[table] = {name: size / seen[name] - 1 for name, size in said.items() if seen.get(name)}
+    return errors

@@ -72,7 +72,7 @@ class Price(NamedTuple):
     @property
     def memory_bytes(self) -> int:
         """The most bytes of device memory that any rank takes."""
-        return max(each.num_bytes for each in self.memory)
+        return max(memory.num_bytes for memory in self.memory)
 
     def fits(self, memory_bytes: float, limit: float = LEFT) -> bool:
         """Returns whether every rank takes at most the share ``limit`` of a device's ``memory_bytes``."""
@@ -100,11 +100,11 @@ class ActionTime:
         it with ``on_host``, where the host computes too. ``factor`` is how many times as long operators take together
         as alone.
         """
-        operators = [each * factor for each in self.parts[: len(PARTS)]]
+        operators = [seconds * factor for seconds in self.parts[: len(PARTS)]]
         device_s, started_s = sum(operators), self.launches * launch_s
-        found = dict(zip(PARTS, operators, strict=True))
-        found["launch"] = started_s if on_host else smooth_max(device_s, started_s) - device_s
-        return {**found, **dict(zip(self.axes, self.parts[len(PARTS) :], strict=True))}
+        by_part = dict(zip(PARTS, operators, strict=True))
+        by_part["launch"] = started_s if on_host else smooth_max(device_s, started_s) - device_s
+        return {**by_part, **dict(zip(self.axes, self.parts[len(PARTS) :], strict=True))}
 
 
 class PassTimes(NamedTuple):
@@ -149,7 +149,7 @@ class Pricing:
         schedule = records.schedule
         stages, times = self._times(layout, records)
         sent, unsent = ends_of(schedule, times, replace(times, transfer_s=0.0))
-        ends = [end_s + each.rest_s for end_s, each in zip(sent.ends_s, stages, strict=True)]
+        ends = [end_s + stage.rest_s for end_s, stage in zip(sent.ends_s, stages, strict=True)]
         last = max(range(len(ends)), key=ends.__getitem__)
         waterfall: dict[str, float] = stages[last].waterfall()
         bubble_s = unsent.ends_s[last] - unsent.busy_s[last]
@@ -159,7 +159,7 @@ class Pricing:
         waterfall["other"] = self.cluster.constants.step_s
         step_s = sum(waterfall.values())
         memory = memory_by_stage(records)
-        most = max(traffic_by_stage(records), key=lambda each: each.total())
+        most = max(traffic_by_stage(records), key=lambda traffic: traffic.total())
         flops = sum(stage.forward_flops for stage in stages) * 3 / len(stages)
         return Price(layout, step_s, waterfall, sent.bubble, memory, dict(most), flops, records, stages[last].starts)
 
@@ -168,8 +168,8 @@ class Pricing:
 
         Actions of one kind on one chunk are taken to last as long as most of them do. The memory is left out.
         """
-        found = simulate(records.schedule, self._times(layout, records)[1])
-        return replace(found, name=f"{layout} on {self.cluster}")
+        timeline = simulate(records.schedule, self._times(layout, records)[1])
+        return replace(timeline, name=f"{layout} on {self.cluster}")
 
     def _times(self, layout: Layout, records: LayoutRecords) -> tuple[list[_StageTimes], ChunkTimes]:
         """Returns the seconds of each stage's actions, and those of each chunk's usual ones."""
@@ -191,7 +191,7 @@ class Pricing:
     def pass_times(self, records: LayoutRecords) -> PassTimes:
         """Returns the seconds of the passes of a layout of one stage, extended to all its blocks."""
         (stage,) = self._stage_times(records)
-        copies = [axis for axis, each in layout_axes().items() if each.kind == "copies"]
+        copies = [name for name, axis in layout_axes().items() if axis.kind == "copies"]
 
         def seconds(cost: _ActionCost) -> float:
             return cost.seconds - sum(cost.parts[axis] for axis in copies)
@@ -256,18 +256,21 @@ class Pricing:
         constants, calibration = self.cluster.constants, self.cluster.calibration
 
         def rows(shapes: Iterable[ActionShape]) -> list[tuple[float, ...]]:
-            times = ((shape, self.action_time(shape, is_last=each.is_last))
-                     for shape, each in zip(shapes, step.actions, strict=True))  # fmt: skip
+            times = ((shape, self.action_time(shape, is_last=rehearsal.is_last))
+                     for shape, rehearsal in zip(shapes, step.actions, strict=True))  # fmt: skip
             return [(*time.parts, time.launches, time.messages_s, float(shape.flops)) for shape, time in times]
 
-        fewer, more = rows(each.fewer for each in step.actions), rows(each.more for each in step.actions)
-        found = step.at_blocks(fewer, more)
+        fewer, more = (
+            rows(rehearsal.fewer for rehearsal in step.actions),
+            rows(rehearsal.more for rehearsal in step.actions),
+        )
+        numbers = step.at_blocks(fewer, more)
         # what is not hidden of messages is not affine: where more blocks hide more, as much as is left is taken
         exposed = slice(len(PARTS), -3)
         few, many = np.array(fewer)[:, exposed], np.array(more)[:, exposed]
-        found[:, exposed] = np.where(many >= few, found[:, exposed], many)
+        numbers[:, exposed] = np.where(many >= few, numbers[:, exposed], many)
         costs = []
-        for action, (*parts, launches, messages_s, flops) in zip(step.actions, found.tolist(), strict=True):
+        for action, (*parts, launches, messages_s, flops) in zip(step.actions, numbers.tolist(), strict=True):
             factor = calibration.blocks.get("optimizer", 1.0) if action.is_update else self.factor
             launch_s = constants.update_launch_s if action.is_update else constants.launch_s
             time = ActionTime(tuple(parts), launches, self._axes, messages_s)
@@ -313,24 +316,24 @@ class Pricing:
 
     def _transfers(self, records: LayoutRecords, mesh: Mesh) -> float | dict[tuple[int, int], float]:
         """Returns the seconds from the end of a forward to the arrival of what it sends, by pair of stages."""
-        found: dict[tuple[int, int], float] = {}
+        transfers: dict[tuple[int, int], float] = {}
         schedule = records.schedule
         first_of = [mesh.first_rank(mesh_axes("stages"), stage) for stage in range(schedule.num_stages)]
         for (stage, slot), (target, _) in pairwise(_slots(schedule)):
             ranks, kind = (first_of[stage], first_of[target]), records.stages[stage].fewer
             for sends in kind.sends(slot) if stage != target else ():
                 seconds = sum(self._message_s("send", num_bytes, ranks) for num_bytes in sends)
-                found[stage, target] = max(found.get((stage, target), 0.0), seconds)
-        return found or 0.0
+                transfers[stage, target] = max(transfers.get((stage, target), 0.0), seconds)
+        return transfers or 0.0
 
 
 def _slots(schedule: Schedule) -> list[tuple[int, int]]:
     """Returns the stage of each chunk, and the number of the chunk on its stage."""
-    num_slots, found = [0] * schedule.num_stages, []
+    num_slots, slots = [0] * schedule.num_stages, []
     for stage in schedule.stage_of:
-        found.append((stage, num_slots[stage]))
+        slots.append((stage, num_slots[stage]))
         num_slots[stage] += 1
-    return found
+    return slots
 
 
 def traffic_by_stage(records: LayoutRecords) -> list[Counter[str]]:
@@ -341,17 +344,17 @@ def traffic_by_stage(records: LayoutRecords) -> list[Counter[str]]:
     step = records.step
     axes = [
         *dict.fromkeys(
-            axis for each in step.actions for axis in sorted({*each.fewer.sent_bytes, *each.more.sent_bytes})
+            axis for action in step.actions for axis in sorted({*action.fewer.sent_bytes, *action.more.sent_bytes})
         )
     ]
 
     def rows(shapes: Iterable[ActionShape]) -> list[list[int]]:
-        return [[each.sent_bytes.get(axis, 0) for axis in axes] for each in shapes]
+        return [[shape.sent_bytes.get(axis, 0) for axis in axes] for shape in shapes]
 
-    sent = step.at_blocks(rows(each.fewer for each in step.actions), rows(each.more for each in step.actions))
+    sent = step.at_blocks(rows(action.fewer for action in step.actions), rows(action.more for action in step.actions))
     by_action = step.times[:, :, None] * sent
     totals = np.rint(by_action).sum(axis=1).astype(np.int64).tolist()
-    return [+Counter(dict(zip(axes, each, strict=True))) for each in totals]
+    return [+Counter(dict(zip(axes, sizes, strict=True))) for sizes in totals]
 
 
 class _ActionCost(NamedTuple):
@@ -394,11 +397,11 @@ class _StageTimes:
 
     def waterfall(self) -> dict[str, float]:
         """Returns the seconds of the stage's step by part."""
-        found: dict[str, float] = {}
+        by_part: dict[str, float] = {}
         for cost, number in zip(self._costs, self._counts, strict=True):
             for name, s in cost.parts.items():
-                found[name] = found.get(name, 0.0) + number * s
-        return {**found, "optimizer": self._update_s}
+                by_part[name] = by_part.get(name, 0.0) + number * s
+        return {**by_part, "optimizer": self._update_s}
 
     def _offloaded_update_s(self) -> float:
         """Returns the seconds of the optimizer's step where the host makes it; 0 if the device does.
@@ -406,18 +409,18 @@ class _StageTimes:
         Gradients go to the host and parameters come back, and the host reads and writes what the operators do.
         """
         rehearsals = self._kind.rehearsed
-        if self._pricing.on_host or not any(each.offloaded_bytes for each in rehearsals):
+        if self._pricing.on_host or not any(stage_record.offloaded_bytes for stage_record in rehearsals):
             return 0.0
         counts = []
         for rehearsal in rehearsals:
             operators = [record for record in rehearsal.update.records if isinstance(record, OperatorRecord)]
-            starts, moved = sum(each.launches for each in operators), sum(each.num_bytes for each in operators)
+            starts, moved = sum(record.launches for record in operators), sum(record.num_bytes for record in operators)
             counts.append([float(rehearsal.offloaded_bytes), float(moved), float(starts)])
-        held, read, launches = at_blocks(self._kind.span(self._blocks), counts)
+        offloaded_bytes, read, launches = at_blocks(self._kind.span(self._blocks), counts)
         device, constants = self._pricing.cluster.device, self._pricing.cluster.constants
         link = device.host_bytes_per_s * constants.host_link_efficiency
         return (
-            2 * held * MOVED_SHARE / link
+            2 * offloaded_bytes * MOVED_SHARE / link
             + read / constants.host_update_bytes_per_s
             + (launches * constants.update_launch_s)
         )

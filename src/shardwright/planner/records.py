@@ -139,17 +139,17 @@ class _Shape(NamedTuple):
         """Rehearses the first rank of each stage, from one plan; that of the first stage only if it was not yet."""
         layout = planned.layout
         ranks = [layout.mesh.first_rank(mesh_axes("stages"), stage) for stage in range(planned.schedule.num_stages)]
-        found = [self.rehearsed_at(planned, ranks[0]) if planned.first is None else planned.first]
-        found += [self.rehearsed_at(planned, rank) for rank in ranks[1:]]
+        records = [self.rehearsed_at(planned, ranks[0]) if planned.first is None else planned.first]
+        records += [self.rehearsed_at(planned, rank) for rank in ranks[1:]]
         few, own = layout.mesh, self.layout.mesh
         if few != own:
             among = cache(partial(_among_all, few=few, own=own))
-            for done in (each for record in found for each in record.by_action.values()):
-                done.records = [
-                    each._replace(ranks=among(each.ranks)) if isinstance(each, MessageRecord) else each
-                    for each in done.records
+            for action in (action_record for record in records for action_record in record.by_action.values()):
+                action.records = [
+                    record._replace(ranks=among(record.ranks)) if isinstance(record, MessageRecord) else record
+                    for record in action.records
                 ]
-        return found
+        return records
 
     def rehearsed_at(self, planned: _JobLayout, rank: int) -> RankRecord:
         """Rehearses one rank, and counts it."""
@@ -159,13 +159,13 @@ class _Shape(NamedTuple):
 
 def _among_all(ranks: tuple[int, ...], few: Mesh, own: Mesh) -> tuple[int, ...]:
     """Returns the ranks of the mesh ``own`` that ranks of ``few``, which has few stages, stand for."""
-    found = []
+    own_ranks = []
     for rank in ranks:
         coord = few.coord(rank)
-        for axis in (each for each in mesh_axes("stages") if each in coord):
+        for axis in (mesh_axis for mesh_axis in mesh_axes("stages") if mesh_axis in coord):
             coord[axis] = representative(coord[axis], own[axis], few[axis])
-        found.append(own.rank(coord))
-    return tuple(found)
+        own_ranks.append(own.rank(coord))
+    return tuple(own_ranks)
 
 
 class _JobLayout(NamedTuple):
@@ -208,11 +208,11 @@ def _with_few(layout: Layout, num_stages: int, num_microbatches: int) -> Layout:
 
 def _from_all(shape: _Shape, why: str) -> LayoutRecords:
     """Rehearses every stage as it is, with few microbatches where the schedule allows."""
-    tried = _fewer_microbatches(shape, shape.schedule.num_stages, shape.job)
-    planned = next((each for each in tried if has_all_actions(each.schedule, shape.schedule)), None)
+    candidates = _fewer_microbatches(shape, shape.schedule.num_stages, shape.job)
+    planned = next((candidate for candidate in candidates if has_all_actions(candidate.schedule, shape.schedule)), None)
     planned = planned or shape.planned(shape.job, shape.layout)
     records = _stage_records(shape.rehearsed(planned), planned.schedule, ())
-    stages = tuple(StageRecords(each, None) for each in records)
+    stages = tuple(StageRecords(record, None) for record in records)
     note, narrow = f"rehearsed whole, which takes longer: {why}", _sums_narrow(planned.plan.plan, stages)
     unlike = tuple(() for _ in stages)
     return LayoutRecords(shape.layout, shape.schedule, stages, unlike, shape.counts["rehearsals"], narrow, note)
@@ -222,7 +222,7 @@ def _fewer_microbatches(shape: _Shape, num_stages: int, job: Job) -> Iterator[_J
     """Yields plans of layouts of so many stages with few microbatches, which the schedule takes."""
     all_of_them = shape.layout.num_microbatches
     few = num_stages + 2 if num_stages > 1 else FEW_MICROBATCHES
-    for number in dict.fromkeys(min(each, all_of_them) for each in (few, 2 * num_stages, all_of_them)):
+    for number in dict.fromkeys(min(count, all_of_them) for count in (few, 2 * num_stages, all_of_them)):
         with suppress(LayoutError):
             planned = shape.planned(job, _with_few(shape.layout, num_stages, number))
             plan = planned.plan.plan
@@ -245,14 +245,14 @@ def _leaves_messages(planned: _JobLayout) -> bool:
     """Returns whether a backward of rank 0 before the last begins sums of gradients that are under way after it."""
     rank = planned.first
     assert rank is not None, "rehearsed before"
-    backwards = [each for each in planned.schedule.actions[0] if each.kind != "F"]
-    records = [rank.by_action.get(str(each), ActionRecord()).records for each in backwards[:-1]]
-    return any(_under_way(each) for each in records)
+    backwards = [action for action in planned.schedule.actions[0] if action.kind != "F"]
+    records = [rank.by_action.get(str(action), ActionRecord()).records for action in backwards[:-1]]
+    return any(_under_way(action_records) for action_records in records)
 
 
 def _under_way(records: Sequence[StepRecord]) -> bool:
-    awaited = {each.began for each in records if isinstance(each, WaitRecord)}
-    began = {i for i, each in enumerate(records) if isinstance(each, MessageRecord) and each.kind not in P2P}
+    awaited = {record.began for record in records if isinstance(record, WaitRecord)}
+    began = {i for i, record in enumerate(records) if isinstance(record, MessageRecord) and record.kind not in P2P}
     return bool(began - awaited)
 
 
@@ -260,17 +260,17 @@ def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> L
     chunks, schedule = outline.chunks_alike(), shape.schedule
     few_stages = min(FEW_STAGES, schedule.num_stages)
     _check_kinds(schedule, chunks, few_stages)
-    found = _planned_few(shape, chunks, model_plans, FEWER_AND_MORE)
-    plan = found[0][0].plan.plan
+    plans = _planned_few(shape, chunks, model_plans, FEWER_AND_MORE)
+    plan = plans[0][0].plan.plan
     if plan.unsharded_on_use:
-        found = _planned_few(shape, chunks, model_plans, WHERE_UNSHARDED)
-    elif not _are_cut(found, outline, model_plans):  # a cut that pays for all blocks may not pay for one
-        found = _planned_few(shape, chunks, model_plans, WHERE_RECOMPUTED)
-    if not _are_cut(found, outline, model_plans):
+        plans = _planned_few(shape, chunks, model_plans, WHERE_UNSHARDED)
+    elif not _are_cut(plans, outline, model_plans):  # a cut that pays for all blocks may not pay for one
+        plans = _planned_few(shape, chunks, model_plans, WHERE_RECOMPUTED)
+    if not _are_cut(plans, outline, model_plans):
         raise NotAlikeError("few blocks are cut in another way than all")
-    if any(crossing_of(planned.plan.plan) != outline.crossing for planned, _ in found):
+    if any(crossing_of(planned.plan.plan) != outline.crossing for planned, _ in plans):
         raise NotAlikeError("stages of few blocks send another number of values than those of all")
-    fewer, more = _both_records(shape, found)
+    fewer, more = _both_records(shape, plans)
     # blocks that begin the model are compared as they are, recomputed or not: of either, the first one differs
     begin = _begin_the_model(shape.job.model, model_plans.blocks)
     if plan.recomputed and not plan.unsharded_on_use and not begin and _differ(fewer, more):
@@ -295,12 +295,12 @@ def _sums_narrow(plan: Plan, stages: Iterable[StageRecords]) -> bool:
     if plan.layout.num_microbatches == 1 or all(plan.compute_dtypes[name].itemsize >= 4 for name in trained):
         return False
     copies = mesh_axes("copies")
-    first = (shape for each in stages for place, shape in each.fewer.actions.items()
+    first = (shape for stage in stages for place, shape in stage.fewer.actions.items()
              if place.kind != "F" and place.order == "first")  # fmt: skip
     return not any(
-        isinstance(each, MessageRecord) and each.kind == "reduce_scatter" and each.axis in copies
+        isinstance(record, MessageRecord) and record.kind == "reduce_scatter" and record.axis in copies
         for shape in first
-        for each in shape.records
+        for record in shape.records
     )
 
 
@@ -336,7 +336,7 @@ def _planned_few(
 
     Raises: NotAlikeError: few blocks, stages or microbatches do not show what all do.
     """
-    blocks, schedule, found = model_plans.blocks, shape.schedule, list[tuple[_JobLayout, Sequence[int]]]()
+    blocks, schedule, plans = model_plans.blocks, shape.schedule, list[tuple[_JobLayout, Sequence[int]]]()
     assert blocks is not None, "there are chunks of alike blocks"
     few_stages = min(FEW_STAGES, schedule.num_stages)
     sample_of = sample_chunks(schedule, few_stages)
@@ -345,8 +345,8 @@ def _planned_few(
     for number in numbers_of_blocks:
         sizes = [number * (chunks[chunk][0] > 0) for chunk in sample_of]
         job = _short_job(shape.job, model_plans, chunks, sample_of, sizes)
-        if found:
-            planned = shape.planned(job, found[0][0].layout)
+        if plans:
+            planned = shape.planned(job, plans[0][0].layout)
         else:
             first = next(_fewer_microbatches(shape, few_stages, job), None)
             if first is None or first.schedule.stage_of != stage_of(schedule, few_stages):
@@ -355,8 +355,8 @@ def _planned_few(
                 raise NotAlikeError("the schedule on few stages has other actions")
             planned = first
         check_param_groups(blocks._replace(number=sum(sizes)), planned.plan.plan)
-        found.append((planned, sizes))
-    return found
+        plans.append((planned, sizes))
+    return plans
 
 
 def _check_places(rehearsals: StageRecords) -> None:
@@ -417,5 +417,5 @@ def _stage_record(record: RankRecord, schedule: Schedule, stage: int, num_blocks
 
 
 def _action_shape(done: ActionRecord, before: HeldBytes) -> ActionShape:
-    moments = tuple(tuple(a - b for a, b in zip(each, before, strict=True)) for each in done.moments)
+    moments = tuple(tuple(a - b for a, b in zip(moment, before, strict=True)) for moment in done.moments)
     return ActionShape(tuple(done.records), moments or (tuple(0 for _ in before),))

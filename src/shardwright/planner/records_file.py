@@ -76,7 +76,7 @@ class RecordsFile:
         if folder is None:
             return cls()
         try:
-            roots = [each for each in (model, *given) if isinstance(each, nn.Module)]
+            roots = [value for value in (model, *given) if isinstance(value, nn.Module)]
             name = sha256(described(model, given) + _code_of(roots)).hexdigest()
         except ValueError:
             return cls()
@@ -97,11 +97,11 @@ class RecordsFile:
             except (LayoutError, PlanError) as error:
                 self._found[key] = StoredMisfit.of(error)
                 raise
-        found = self._found[key]
-        if isinstance(found, StoredMisfit):
-            raise found.error()
-        kept: _T = found
-        return kept
+        value = self._found[key]
+        if isinstance(value, StoredMisfit):
+            raise value.error()
+        result: _T = value
+        return result
 
     def forget(self) -> None:
         """Keeps nothing, now and from now on: what is found depends on more than is in the file's name."""
@@ -129,7 +129,7 @@ class RecordsFile:
                 except OSError:
                     os.unlink(file.name)
                     raise
-            files = sorted(self.path.parent.glob("*.records"), key=lambda each: each.stat().st_mtime)
+            files = sorted(self.path.parent.glob("*.records"), key=lambda path: path.stat().st_mtime)
             for old in files[:-MOST_FILES]:
                 old.unlink()
 
@@ -141,10 +141,10 @@ def _read(path: Path) -> dict[Hashable, Any]:
         size = len(_checksum(b""))
         if content[:size] == _checksum(content[size:]):
             parts = json.loads(content[size:])
-            code = [tuple(each) for each in parts["code"]]
-            found = from_nodes(parts["found"])
-            if isinstance(found, dict) and code == [_state(path) for path, *_ in code]:
-                return found
+            code = [tuple(state) for state in parts["code"]]
+            values_by_key = from_nodes(parts["found"])
+            if isinstance(values_by_key, dict) and code == [_state(path) for path, *_ in code]:
+                return values_by_key
     return {}
 
 
@@ -160,7 +160,7 @@ def _code_of(roots: list[nn.Module]) -> bytes:
     itself. The folders in which modules are looked for say which files those later ones would be.
     """
     packages, kinds = set[str](), set[type]()
-    for kind in {each for root in roots for module in root.modules() for each in type(module).__mro__[:-1]}:
+    for kind in {base for root in roots for module in root.modules() for base in type(module).__mro__[:-1]}:
         if not os.path.isfile(getattr(sys.modules.get(kind.__module__), "__file__", None) or ""):
             raise ValueError(f"the code of {kind} is in no file")
         packages.add(kind.__module__.partition(".")[0])
@@ -172,7 +172,7 @@ def _code_of(roots: list[nn.Module]) -> bytes:
             files.add(path)
             if top in packages and _state(path)[1] > _BEGAN_NS:
                 raise ValueError(f"what was loaded of {path} may be older than the file")
-    folders = [os.path.abspath(each) for each in sys.path]
+    folders = [os.path.abspath(folder) for folder in sys.path]
     facts = sys.version, torch.__version__, torch.get_default_dtype(), sorted(STRATEGIES), folders
     return repr((facts, sorted(map(_state, files)), _settings_of(kinds))).encode()
 
@@ -188,32 +188,32 @@ def _settings_of(kinds: set[type]) -> list[str]:
     attribute of an object, a class or an imported module (``config.depth``), or in a function that it calls. What is
     in torch and in this library is left out.
     """
-    found, seen = set[str](), set[int]()
+    settings, seen = set[str](), set[int]()
     waiting: list[FunctionType] = []
     for kind in kinds:
         if _is_ours(kind.__module__):
             continue
         own = {f"{kind.__qualname__}.{name}": value for name, value in vars(kind).items() if not name.startswith("__")}
-        found |= {f"{kind.__module__}.{name}={value!r}" for name, value in own.items() if _is_plain(value)}
-        functions = (getattr(each, "__func__", each) for each in vars(kind).values())  # of static and class methods too
-        waiting += [each for each in functions if isinstance(each, FunctionType)]
+        settings |= {f"{kind.__module__}.{name}={value!r}" for name, value in own.items() if _is_plain(value)}
+        functions = (getattr(attr, "__func__", attr) for attr in vars(kind).values())  # of static and class methods too
+        waiting += [candidate for candidate in functions if isinstance(candidate, FunctionType)]
     while waiting:
         function = waiting.pop()
         if id(function) in seen or _is_ours(function.__module__ or ""):
             continue
         seen.add(id(function))
-        named = {name for code in code_objects(function) for name in code.co_names}
-        read = [(name, function.__globals__[name]) for name in named & function.__globals__.keys()]
+        names = {name for code in code_objects(function) for name in code.co_names}
+        read = [(name, function.__globals__[name]) for name in names & function.__globals__.keys()]
         while read:
             path, value = read.pop()
             if _is_plain(value):
-                found.add(f"{function.__module__}.{path}={value!r}")
+                settings.add(f"{function.__module__}.{path}={value!r}")
             elif isinstance(value, FunctionType):
                 waiting.append(value)
             elif path.count(".") < _DEEPEST and not _is_ours(getattr(value, "__name__", type(value).__module__)):
-                inside = ((f"{path}.{each}", getattr_static(value, each, None)) for each in named)
-                read += [each for each in inside if each[1] is not None]
-    return sorted(found)
+                inside = ((f"{path}.{name}", getattr_static(value, name, None)) for name in names)
+                read += [pair for pair in inside if pair[1] is not None]
+    return sorted(settings)
 
 
 def _is_ours(module: str) -> bool:
@@ -234,7 +234,9 @@ def _loaded() -> set[tuple[str, str]]:
     others, own = _installed(), _pythons_own()
     return {
         (path, top)
-        for path, top in ((getattr(each, "__file__", None), n.partition(".")[0]) for n, each in [*sys.modules.items()])
+        for path, top in (
+            (getattr(module, "__file__", None), n.partition(".")[0]) for n, module in [*sys.modules.items()]
+        )
         if isinstance(path, str) and top not in ("torch", "shardwright")
         if path.startswith(others) or not path.startswith(own)
     }
@@ -255,7 +257,7 @@ def _states_of_loaded() -> set[_FileState]:
 def _state(path: str) -> _FileState:
     """Returns a file's path, time and size; of one that is not there, as in an archive, zeros."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return path, 0, 0
-    return path, found.st_mtime_ns, found.st_size
+    return path, status.st_mtime_ns, status.st_size

@@ -90,12 +90,12 @@ def rehearse(
     Raises: PlanError: the model's own code, or the loss, does not run without values.
     """
     if not _begins_anew(planned.plan, device_type):
-        found = _rehearsed(job, planned, rank, batch, device_type, optimizer, first_step=False)
-        if found is not None:
-            return found
-    found = _rehearsed(job, planned, rank, batch, device_type, optimizer, first_step=True)
-    assert found is not None, "a first step leaves state where gradients are"
-    return found
+        record = _rehearsed(job, planned, rank, batch, device_type, optimizer, first_step=False)
+        if record is not None:
+            return record
+    record = _rehearsed(job, planned, rank, batch, device_type, optimizer, first_step=True)
+    assert record is not None, "a first step leaves state where gradients are"
+    return record
 
 
 def _begins_anew(plan: Plan, device_type: str) -> bool:
@@ -118,8 +118,8 @@ def _rehearsed(
     Without a ``first_step`` it is not if a parameter has state there and no gradient, or if code of the model keeps
     what its first forward has made, such as a table of positions.
     """
-    layout, given = planned.plan.layout, {"optimizer": optimizer, "device": device_type, "first_step": first_step}
-    with rehearsed(job, layout, rank, batch, planned=planned, **given) as (run, microbatch, steps):
+    layout, options = planned.plan.layout, {"optimizer": optimizer, "device": device_type, "first_step": first_step}
+    with rehearsed(job, layout, rank, batch, planned=planned, **options) as (run, microbatch, steps):
         before = _kept_by_code(run.model)
         by_action: dict[str, ActionRecord] = {}
         needs_constants = job.graph is not None and job.graph.needs_constants
@@ -192,7 +192,7 @@ class _Follower(DispatchMode):
             record = self._records[seen[0]]
         else:
             record = operator_record(function, args, named, out)
-            self._records.update((each, record) for each in seen)
+            self._records.update((key, record) for key in seen)
         if record is not None:
             self._now.records.append(record)
         return out
@@ -207,12 +207,12 @@ def operator_record(function: Any, args: Any, named: Mapping[str, Any], out: Any
     if function.is_view or packet in _FREE:
         return None
     operands, results = tensors_of((args, named)), tensors_of(out)
-    written = {id(each) for each in operands}
-    num_bytes = sum(each.numel() * each.element_size() for each in operands)
-    num_bytes += sum(each.numel() * each.element_size() for each in results if id(each) not in written)
+    written = {id(tensor) for tensor in operands}
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in operands)
+    num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in results if id(tensor) not in written)
     if function._schema.is_mutable and not function._schema.name.endswith("_out"):
         changed = results or written_arguments(function, args, named, Tensor)  # those with lists return nothing
-        num_bytes += sum(each.numel() * each.element_size() for each in changed)
+        num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in changed)
     attention, name, precision = _ATTENTION.get(packet), packet._qualified_op_name, _precision(operands)
     if attention is not None:
         return OperatorRecord("attention", attention(*args, **named), num_bytes, precision, name=name)
@@ -245,7 +245,7 @@ def _dims(operands: Sequence[Tensor], results: Sequence[Tensor], flops: int, gro
 
 
 def _precision(operands: Sequence[Tensor]) -> str:
-    floats = [each.dtype for each in operands if each.dtype.is_floating_point]
+    floats = [tensor.dtype for tensor in operands if tensor.dtype.is_floating_point]
     return PRECISIONS.get(floats[0], "fp32") if floats else "fp32"
 
 

@@ -92,13 +92,13 @@ def _toys(axis: str, options: tuple[Option, ...], stages: int) -> tuple[tuple[Sc
     """
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(stages * 8)))
-    found = []
+    schedules = []
     for number in TOY_MICROBATCHES:
         layout = Layout((Factor(axis, (stages,), options),), number)
         plan, _ = make_plan(job_for(model, CrossEntropy(), layout), layout)
         assert plan.schedule is not None, "of stages"
-        found.append((plan.schedule, plan.scatters))
-    return tuple(found)
+        schedules.append((plan.schedule, plan.scatters))
+    return tuple(schedules)
 
 
 def schedule_cost(axis: str, options: tuple[Option, ...], shares: PassShares = EVEN) -> ScheduleCost | None:
@@ -125,9 +125,9 @@ def schedule_cost(axis: str, options: tuple[Option, ...], shares: PassShares = E
     took, longer = list[float](), list[float]()
     for number, (schedule, _) in zip(TOY_MICROBATCHES, toys[-1], strict=True):
         part = stages / schedule.num_chunks
-        times = ChunkTimes.equal(schedule.num_chunks, *(part * each for each in shares))
+        times = ChunkTimes.equal(schedule.num_chunks, *(part * share for share in shares))
         ends = ends_of(schedule, times, replace(times, transfer_s=TOY_TRANSFER_S))
-        first_s, second_s = (max(each.ends_s) for each in ends)
+        first_s, second_s = (max(timing.ends_s) for timing in ends)
         took.append((first_s - number) / (stages - 1))
         longer.append((second_s - first_s) / TOY_TRANSFER_S)
     waits = (longer[1] - longer[0]) / (more - few)
@@ -148,8 +148,8 @@ def _most_held(schedule: Schedule) -> tuple[float, ...]:
     held, late = {"F": 1, "B": -1, "W": -1}, {"I": 1, "W": -1}
 
     def most(counted: Mapping[str, int], stages: Sequence[Sequence[Action]]) -> float:
-        found = max(max(accumulate(counted.get(action.kind, 0) for action in actions)) for actions in stages)
-        return found * schedule.num_stages / schedule.num_chunks
+        peak = max(max(accumulate(counted.get(action.kind, 0) for action in actions)) for actions in stages)
+        return peak * schedule.num_stages / schedule.num_chunks
 
     last = schedule.actions[schedule.stage_of[-1]]
     return most(held, schedule.actions), most(late, schedule.actions), most(held, [last])

@@ -51,17 +51,17 @@ def search(
     memory of a layout's step; a layout for which it raises LayoutError or PlanError is left out. ``short`` gives those
     of a model with few blocks, for the estimates; without it they are of the whole model.
     """
-    found = SearchResult(most=wanted.most)
+    result = SearchResult(most=wanted.most)
 
     def alone(layout: Layout, samples: int) -> LayoutRecords | None:
         try:
             return (short.record if short is not None else record)(layout, samples)
         except (LayoutError, PlanError) as error:
-            found.refused(error, replace(layout, own_statistics=wanted.own_statistics))
+            result.refused(error, replace(layout, own_statistics=wanted.own_statistics))
             return None
 
     num_blocks = short.blocks.number if short is not None and short.blocks is not None else 0
-    known = (
+    arguments = (
         (
             short.plan,
             short.sent_bytes,
@@ -76,8 +76,8 @@ def search(
         if short is not None
         else ()
     )
-    estimator = Estimator(pricing, batch, wanted.precision, alone, *known)
-    search_from = _Search(estimator, record, wanted, found)
+    estimator = Estimator(pricing, batch, wanted.precision, alone, *arguments)
+    search_from = _Search(estimator, record, wanted, result)
     search_from.price_best()
     search_from.price_until_one_fits()
     return search_from.result()
@@ -90,7 +90,7 @@ class _Search:
         self, estimator: Estimator, record: LayoutRecorder, wanted: SearchConstraints, found: SearchResult
     ) -> None:
         self.estimator, self.record, self.wanted, self.found = estimator, record, wanted, found
-        self.estimates = {str(each.layout): each for each in first_estimates(estimator, wanted, found)}
+        self.estimates = {str(estimate.layout): estimate for estimate in first_estimates(estimator, wanted, found)}
         LOG.info("estimated %s layouts; the best are rehearsed and priced", f"{len(self.estimates):,}")
         self.tried: set[str] = set()
         self.unlike: set[object] = set()  # ways to cut the model into stages that are not alike
@@ -99,7 +99,7 @@ class _Search:
     def price_best(self) -> None:
         """Prices the best estimates, until no other may be better than the best prices or the most are priced."""
         while self.found.priced < self.wanted.most and not self._is_done():
-            likely = [each for each in self.left() if self._least_s(each) < self._enough_s()]
+            likely = [estimate for estimate in self.left() if self._least_s(estimate) < self._enough_s()]
             if not likely and not self.found.fit and self.found.priced < FEWEST:
                 likely = self.left()  # none fits, as estimated: those that are near to it
             if not likely:
@@ -112,11 +112,11 @@ class _Search:
         Nor are those among them whose stages are those of a layout that was refused because they are not alike.
         """
         return [
-            each
-            for line, each in self.estimates.items()
+            estimate
+            for line, estimate in self.estimates.items()
             if line not in self.tried
-            and _effect(each) not in self.done
-            and not (self.unlike and self.estimator.stages_of(each.layout) in self.unlike)
+            and _effect(estimate) not in self.done
+            and not (self.unlike and self.estimator.stages_of(estimate.layout) in self.unlike)
         ]
 
     def _least_s(self, each: Estimate) -> float:
@@ -125,7 +125,7 @@ class _Search:
 
     def _enough_s(self) -> float:
         """Returns the seconds of the last of the prices that are to be the best of all; infinite if fewer fit."""
-        return sorted(each.step_s for each in self.found.fit)[FEWEST - 1] if len(self.found.fit) >= FEWEST else inf
+        return sorted(price.step_s for price in self.found.fit)[FEWEST - 1] if len(self.found.fit) >= FEWEST else inf
 
     def _order(self, each: Estimate) -> tuple[float, int]:
         # of estimates alike in three digits the one of the fewest microbatches comes first
@@ -142,13 +142,13 @@ class _Search:
         def of_operators(each: Layout) -> list[Factor]:
             return [f for f in each.factors if f.options and kinds[f.axis].kind == "operators"]
 
-        for each in options_beside(layout):
-            is_slower = fits and each.recompute is not None and layout.recompute is None
-            is_second = bool(of_operators(layout)) and of_operators(each) != of_operators(layout)
-            if str(each) not in self.estimates and not (is_slower or is_second) and self._may_be(each):
-                estimate = self.estimator.estimate(each)
+        for variant in options_beside(layout):
+            is_slower = fits and variant.recompute is not None and layout.recompute is None
+            is_second = bool(of_operators(layout)) and of_operators(variant) != of_operators(layout)
+            if str(variant) not in self.estimates and not (is_slower or is_second) and self._may_be(variant):
+                estimate = self.estimator.estimate(variant)
                 if estimate is not None:
-                    self.estimates[str(each)] = estimate
+                    self.estimates[str(variant)] = estimate
 
     def price_until_one_fits(self) -> None:
         """Prices layouts that are estimated to take less memory, until one fits, as many as the constraints allow.
@@ -163,23 +163,27 @@ class _Search:
                 return
             off = self._off()
             self._add_beside(_best(self.found).layout)
-            left = self.left()
-            likely = [each for each in left if each.memory_bytes * max(off.get(_kind(each.layout), [1.0])) <= limit]
+            estimates = self.left()
+            likely = [
+                estimate
+                for estimate in estimates
+                if estimate.memory_bytes * max(off.get(_kind(estimate.layout), [1.0])) <= limit
+            ]
             if not likely:
-                least = min(left, key=lambda each: each.memory_bytes, default=None)
+                least = min(estimates, key=lambda estimate: estimate.memory_bytes, default=None)
                 if least is None or least.memory_bytes * min([1.0, *chain(*off.values())]) > limit:
                     return
                 likely = [least]
-            self._price(min(likely, key=lambda each: (each.step_s, each.memory_bytes)).layout)
+            self._price(min(likely, key=lambda estimate: (estimate.step_s, estimate.memory_bytes)).layout)
 
     def _off(self) -> dict[object, list[float]]:
         """Returns how many times as much memory layouts that do not fit take as was estimated, by :func:`_kind`."""
-        found: dict[object, list[float]] = {}
+        ratios: dict[object, list[float]] = {}
         for price in self.found.misfits:
-            own = self.estimator.estimate(price.layout)
-            if own is not None and own.memory_bytes:
-                found.setdefault(_kind(price.layout), []).append(price.memory_bytes / own.memory_bytes)
-        return found
+            estimate = self.estimator.estimate(price.layout)
+            if estimate is not None and estimate.memory_bytes:
+                ratios.setdefault(_kind(price.layout), []).append(price.memory_bytes / estimate.memory_bytes)
+        return ratios
 
     def _may_be(self, layout: Layout) -> bool:
         if self.estimator.refusal_of_microbatches(layout) or not self.wanted.allows(layout):
@@ -188,39 +192,39 @@ class _Search:
 
     def result(self) -> SearchResult:
         """Returns what was found, sorted, with all that was left out."""
-        found = self.found
-        found.fit.sort(key=lambda each: each.step_s)
-        best, limit = _best(found) if found.priced else None, self.wanted.limit_bytes
+        result = self.found
+        result.fit.sort(key=lambda price: price.step_s)
+        best, limit = _best(result) if result.priced else None, self.wanted.limit_bytes
         own = self.estimator.estimate(best.layout) if best is not None else None
         for line, same in self.estimates.items():
             if line not in self.tried and _effect(same) in self.done:
-                found.reject("options that change nothing there", same.layout)
+                result.reject("options that change nothing there", same.layout)
             elif line not in self.tried and self.unlike and self.estimator.stages_of(same.layout) in self.unlike:
-                found.reject(UNLIKE_STAGES, same.layout)
-        for left in sorted(self.left(), key=self._order):
-            if isinf(self._least_s(left)):
-                detail = f"{left.memory_bytes / 1e9:.3g} of {limit / 1e9:.3g} GB, as estimated"
-                found.reject("memory: estimated to be more than the limit", left.layout, detail)
-            elif found.fit and self._least_s(left) < found.fit[0].step_s:
-                found.unpriced += 1
-                found.reject("it might be better than the best, but others were priced first", left.layout,
-                             f"{left.step_s / TOO_LONG:.3g} s or more, as estimated")  # fmt: skip
+                result.reject(UNLIKE_STAGES, same.layout)
+        for estimate in sorted(self.left(), key=self._order):
+            if isinf(self._least_s(estimate)):
+                detail = f"{estimate.memory_bytes / 1e9:.3g} of {limit / 1e9:.3g} GB, as estimated"
+                result.reject("memory: estimated to be more than the limit", estimate.layout, detail)
+            elif result.fit and self._least_s(estimate) < result.fit[0].step_s:
+                result.unpriced += 1
+                result.reject("it might be better than the best, but others were priced first", estimate.layout,
+                              f"{estimate.step_s / TOO_LONG:.3g} s or more, as estimated")  # fmt: skip
             else:
-                slower = f"{left.step_s / own.step_s - 1:+.0%} beside {own.layout}, as estimated" if own else ""
-                found.reject("its estimate is not among the best", left.layout, slower)
-        found.searched = found.priced + found.rejected.total()
-        found.misfits.sort(key=lambda each: misfit_s(each, limit))
-        for misfit in found.misfits:
+                slower = f"{estimate.step_s / own.step_s - 1:+.0%} beside {own.layout}, as estimated" if own else ""
+                result.reject("its estimate is not among the best", estimate.layout, slower)
+        result.searched = result.priced + result.rejected.total()
+        result.misfits.sort(key=lambda price: misfit_s(price, limit))
+        for misfit in result.misfits:
             if misfit.memory_bytes <= limit:
-                found.reject("host memory: more than a node has", misfit.layout)
+                result.reject("host memory: more than a node has", misfit.layout)
                 continue
-            heaviest = max(misfit.memory, key=lambda each: each.num_bytes)
+            heaviest = max(misfit.memory, key=lambda memory: memory.num_bytes)
             kind = max(heaviest.by_kind, key=lambda name: heaviest.by_kind[name])
             detail = (
                 f"{misfit.memory_bytes / 1e9:.3g} of {limit / 1e9:.3g} GB, {heaviest.by_kind[kind] / 1e9:.3g} {kind}"
             )
-            found.reject("memory: more than the limit", misfit.layout, detail)
-        return found
+            result.reject("memory: more than the limit", misfit.layout, detail)
+        return result
 
     def _is_done(self) -> bool:
         # refused ones take time too; but as long as none could be priced, there is nothing to say
@@ -278,8 +282,8 @@ def host_fits(price: Price, cluster: Cluster) -> bool | None:
 
 def _best(found: SearchResult) -> Price:
     if found.fit:
-        return min(found.fit, key=lambda each: each.step_s)
-    return min(found.misfits, key=lambda each: each.memory_bytes)
+        return min(found.fit, key=lambda price: price.step_s)
+    return min(found.misfits, key=lambda price: price.memory_bytes)
 
 
 def precision_of(cluster: Cluster) -> Precision:

@@ -64,8 +64,8 @@ class SearchConstraints:
     @property
     def num_microbatches(self) -> int | None:
         """The number of microbatches that is fixed, as by "mb8"; None if any may be."""
-        found = (part.partition("/")[0].removeprefix("mb") for part in self.fix.split() if part.startswith("mb"))
-        return next((int(number) for number in found if number.isdecimal() and int(number)), None)
+        numbers = (part.partition("/")[0].removeprefix("mb") for part in self.fix.split() if part.startswith("mb"))
+        return next((int(number) for number in numbers if number.isdecimal() and int(number)), None)
 
     @property
     def own_statistics(self) -> bool:
@@ -76,8 +76,8 @@ class SearchConstraints:
     def recomputed(self) -> tuple[str | None, ...]:
         """The ways to recompute activations that are tried: the one that is fixed, or all that a search tries."""
         head = "recompute:"
-        found = tuple(part.removeprefix(head) for part in self.fix.split() if part.startswith(head))
-        return found[:1] or (RECOMPUTE[1:] if "recompute" in self.fix.split() else RECOMPUTE)
+        ways = tuple(part.removeprefix(head) for part in self.fix.split() if part.startswith(head))
+        return ways[:1] or (RECOMPUTE[1:] if "recompute" in self.fix.split() else RECOMPUTE)
 
 
 def _as_written(part: str) -> str:

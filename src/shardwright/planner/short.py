@@ -105,7 +105,7 @@ class ShortModel:
         sizes: list[int] = []
         model = without_storage(self._short)
         block = model.get_submodule(self.blocks.names[1])
-        block.register_forward_pre_hook(lambda _, args: sizes.append(sum(each.nbytes for each in tensors_of(args))))
+        block.register_forward_pre_hook(lambda _, args: sizes.append(sum(tensor.nbytes for tensor in tensors_of(args))))
         self._runs(model, self.fewest)
         return sizes[0] // self.fewest if sizes else 0
 
@@ -123,7 +123,7 @@ class ShortModel:
         """The fewest samples that the model's code takes, of a few numbers that are tried; 1 if it takes none."""
 
         def found() -> int:
-            tried = (each for each in TRIED_SAMPLES if self._runs(without_storage(self._short), each))
+            tried = (samples for samples in TRIED_SAMPLES if self._runs(without_storage(self._short), samples))
             return next(tried, 1)
 
         return self.kept.find("fewest", found)
@@ -198,9 +198,12 @@ class ShortModel:
         plan, strategies = make_plan(job, layout)
         stated = StepTraffic(job, plan, strategies, rows[0]).at(dict.fromkeys(plan.mesh.axes, 0))
         sums = (
-            each for traffic in stated.values() for each in traffic if each.kind in ("all_reduce", "reduce_scatter")
+            message
+            for traffic in stated.values()
+            for message in traffic
+            if message.kind in ("all_reduce", "reduce_scatter")
         )
-        return sum(each.num_bytes * each.times for each in sums)
+        return sum(message.num_bytes * message.times for message in sums)
 
     def ends(self, axis: str) -> tuple[float, float]:
         """Returns the shares of the parameters that are in no repeated block that two stages on ``axis`` hold.
@@ -213,11 +216,12 @@ class ShortModel:
             plan = self.plan(layout)
         except (LayoutError, PlanError):
             return 1.0, 1.0
-        rest = [name for name in plan.state if not any(name.startswith(f"{block}.") for block in blocks)]
+        rest_names = [name for name in plan.state if not any(name.startswith(f"{block}.") for block in blocks)]
         axes = mesh_axes("stages")
-        held = [sum(plan.parameter_bytes(name, {**dict.fromkeys(plan.mesh.axes, 0), **{each: stage for each in axes
-                if each in plan.mesh.axes}}) for name in rest) for stage in range(2)]  # fmt: skip
-        whole = sum(parameter.nbytes for name, parameter in self._short.named_parameters() if name in rest)
+        held = [sum(plan.parameter_bytes(name, {**dict.fromkeys(plan.mesh.axes, 0), **{
+                mesh_axis: stage for mesh_axis in axes if mesh_axis in plan.mesh.axes}}) for name in rest_names)
+                for stage in range(2)]  # fmt: skip
+        whole = sum(parameter.nbytes for name, parameter in self._short.named_parameters() if name in rest_names)
         return (held[0] / whole, held[1] / whole) if whole else (0.0, 0.0)
 
     def _job(self, model: nn.Module, layout: Layout, rows: tuple[Any, Any]) -> Job:
@@ -228,7 +232,7 @@ def _changed_buffer(recording: Recording) -> str:
     """Returns the name of a buffer that every forward changes in place, such as a counter of steps; "" if none is."""
     set_anew = set[str]()
     for call in recording.calls:
-        for use in (each for each in call.written if each.kind == "buffer"):
+        for use in (tensor_use for tensor_use in call.written if tensor_use.kind == "buffer"):
             if call.name in _UPDATES and use.name not in set_anew:
                 return use.name
             set_anew.add(use.name)

@@ -56,12 +56,12 @@ def state_of(plan: Plan) -> StateShares:
     (64, 64, 128)
     """
     coord = dict.fromkeys(plan.mesh.axes, 0)
-    trained = {name: each for name, each in plan.state.items() if name not in plan.frozen}
-    here = {name: each for name, each in trained.items() if name not in plan.offloaded}
-    updated = {name: each.optimizer.num_elements(coord) for name, each in trained.items()}
+    trained = {name: state for name, state in plan.state.items() if name not in plan.frozen}
+    here = {name: state for name, state in trained.items() if name not in plan.offloaded}
+    updated = {name: state.optimizer.num_elements(coord) for name, state in trained.items()}
     return StateShares(
         sum(plan.parameter_bytes(name, coord) for name in plan.state),
-        sum(each.gradient.num_elements(coord) * plan.stored_dtypes[name].itemsize for name, each in here.items()),
+        sum(state.gradient.num_elements(coord) * plan.stored_dtypes[name].itemsize for name, state in here.items()),
         sum(updated[name] * MOMENTS_BYTES for name in here),
         sum(updated.values()),
         sum(plan.compute[n].num_elements(coord) * plan.compute_dtypes[n].itemsize for n in plan.unsharded_on_use),

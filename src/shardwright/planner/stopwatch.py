@@ -92,7 +92,7 @@ class Stopwatch:
         )
         mine = mine if takes_part else torch.full_like(mine, torch.nan)
         every = self.everyone.all_gather(mine[None].to(self.everyone.device)).nanmean(0)
-        return tuple(Timing.of(each.tolist()) for each in every.T)
+        return tuple(Timing.of(column.tolist()) for column in every.T)
 
     def _run(self, call: Callable[[], Any], calls: int) -> float:
         self.everyone.barrier()

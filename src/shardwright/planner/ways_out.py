@@ -43,9 +43,9 @@ def ways_out(
     while times <= MOST_TIMES:
         more = cluster.with_ranks(times * cluster.num_ranks)
         with suppress(LayoutError, PlanError):
-            found = searched(more).fit
-            if found:
-                best = min(found, key=lambda each: each.step_s)
+            prices = searched(more).fit
+            if prices:
+                best = min(prices, key=lambda price: price.step_s)
                 yield f"{more.num_ranks} devices: {best.layout} takes {format_decimal_bytes(best.memory_bytes)}"
                 break
         times *= 2
@@ -87,17 +87,17 @@ def ways_beside(layout: Layout, plan: Callable[..., Plans]) -> tuple[str, ...]:
 
 
 def _sequences(batch: tuple[Any, Any]) -> list[Tensor]:
-    leaves = [each for each in tree_leaves(batch) if isinstance(each, Tensor)]
-    return [each for each in leaves if each.dim() == 2 and not each.is_floating_point()]
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves if leaf.dim() == 2 and not leaf.is_floating_point()]
 
 
 def _num_tokens(batch: tuple[Any, Any]) -> int:
     """Returns the tokens of a sequence where all 2-D tensors of integers have as many; else 0."""
-    sizes = {each.shape[1] for each in _sequences(batch)}
+    sizes = {sequence.shape[1] for sequence in _sequences(batch)}
     return sizes.pop() if len(sizes) == 1 else 0
 
 
 def _first_tokens(batch: tuple[Any, Any], number: int) -> tuple[Any, Any]:
-    sequences = {id(each) for each in _sequences(batch)}
+    sequences = {id(sequence) for sequence in _sequences(batch)}
     cut: tuple[Any, Any] = tree_map_only(Tensor, lambda t: t[:, :number] if id(t) in sequences else t, batch)
     return cut

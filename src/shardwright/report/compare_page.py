@@ -43,13 +43,13 @@ def write_comparison_page(path: Path, runs: Sequence[TrainingRun]) -> Path:
     Curves of all runs share each chart, and tables show their figures and the options in which they differ. The file
     opens without a network and follows the reader's light or dark setting.
     """
-    found = compare_runs(runs)
-    warnings = "\n".join(f'<p class="warning">{escape(each)}</p>' for each in found["remarks"])
+    comparison = compare_runs(runs)
+    warnings = "\n".join(f'<p class="warning">{escape(remark)}</p>' for remark in comparison["remarks"])
     sections = [
         f"<section>\n{warnings}\n</section>" if warnings else "",
-        _figure_table(runs, found["runs"]),
-        _charts(runs, found["losses"]),
-        _differences(runs, found["differences"]),
+        _figure_table(runs, comparison["runs"]),
+        _charts(runs, comparison["losses"]),
+        _differences(runs, comparison["differences"]),
         _commands(runs),
     ]
     names = [run.name for run in runs]
@@ -78,7 +78,7 @@ def _figures(run: TrainingRun) -> dict[str, Any]:
         "last_loss": losses[-1] if losses else None,
         "last_eval_loss": evaluated[-1] if evaluated else None,
         "step_ms_median": median(times) if times else None,
-        **{f"{unit}_per_s_median": median(found) if found else None for unit, found in speeds.items()},
+        **{f"{unit}_per_s_median": median(rates) if rates else None for unit, rates in speeds.items()},
         "peak_memory_bytes": max(peaks) if peaks else None,
     }
 
@@ -96,27 +96,27 @@ _COLUMNS: tuple[tuple[str, str, Any], ...] = (
 
 def _figure_table(runs: Sequence[TrainingRun], figures: Sequence[Mapping[str, Any]]) -> str:
     body = []
-    other = "samples" if any(found["tokens_per_s_median"] for found in figures) else "tokens"
-    columns = [each for each in _COLUMNS if each[0] != f"{other}_per_s_median"]
-    for place, (run, found) in enumerate(zip(runs, figures, strict=True)):
+    other = "samples" if any(run_figures["tokens_per_s_median"] for run_figures in figures) else "tokens"
+    columns = [column for column in _COLUMNS if column[0] != f"{other}_per_s_median"]
+    for place, (run, run_figures) in enumerate(zip(runs, figures, strict=True)):
         cells = [
             f'<span class="swatch c{place % NUM_COLOURS}"></span> {escape(run.name)}',
             f"<code>{escape(str(run.last.options.get('model', '')))}</code>",
-            f"<code>{escape(run.layouts)}</code>", f"{found['world_size'] or ''}", f"{found['steps']:,}",
+            f"<code>{escape(run.layouts)}</code>", f"{run_figures['world_size'] or ''}", f"{run_figures['steps']:,}",
         ]  # fmt: skip
         for key, _, written in columns:
-            value, first = found[key], figures[0][key]
+            value, first = run_figures[key], figures[0][key]
             text = "" if value is None else written(value)
             if place and value is not None and first:
                 text += f' <span class="times">{escape(_change(value / first - 1))}</span>'
             cells.append(text)
         body.append(cells)
     heads = ["run", "model", "layout", "ranks", "steps", *(head for _, head, _ in columns)]
-    kept = [n for n in range(len(heads)) if any(cells[n] for cells in body)]
-    rows = [[cells[n] for n in kept] for cells in body]
+    indices = [n for n in range(len(heads)) if any(cells[n] for cells in body)]
+    rows = [[cells[n] for n in indices] for cells in body]
     note = "Step time, throughput and memory are those of the last part of a run that was resumed."
     note = note if any(len(run.shown) > 1 for run in runs) else ""
-    return section("The runs", html_table([heads[n] for n in kept], rows, stacked=True), note, name="runs")
+    return section("The runs", html_table([heads[n] for n in indices], rows, stacked=True), note, name="runs")
 
 
 def _change(share: float) -> str:
@@ -125,9 +125,9 @@ def _change(share: float) -> str:
 
 def _losses_apart(runs: Sequence[TrainingRun]) -> dict[str, Any]:
     """Returns at how many steps all runs have a loss, by how much these differ at most, and at which step they do."""
-    found = [dict(points_of(run.rows, "loss")) for run in runs]
-    shared = sorted(set(found[0]).intersection(*found[1:])) if found else []
-    apart = {step: max(each[step] for each in found) - min(each[step] for each in found) for step in shared}
+    curves = [dict(points_of(run.rows, "loss")) for run in runs]
+    shared = sorted(set(curves[0]).intersection(*curves[1:])) if curves else []
+    apart = {step: max(losses[step] for losses in curves) - min(losses[step] for losses in curves) for step in shared}
     if not apart:
         return {"steps": 0, "most_apart": None, "at_step": None, "last_apart": None}
     worst = max(apart, key=lambda step: apart[step])
@@ -186,13 +186,13 @@ def _loss_words(runs: Sequence[TrainingRun], apart: Mapping[str, Any]) -> str:
 
 def _last_words(curves: Sequence[Curve], written: Any) -> str:
     """Returns a sentence on the median and the last value of each curve."""
-    found = []
+    phrases = []
     for curve in curves:
-        known = [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if value is not None]
-        if known:
-            middle, (step, last) = median(value for _, value in known), known[-1]
-            found.append(f"{curve.name} {written(last)} at step {step:,} (median {written(middle)})")
-    return f"{'; '.join(found)}."
+        points = [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if value is not None]
+        if points:
+            middle, (step, last) = median(value for _, value in points), points[-1]
+            phrases.append(f"{curve.name} {written(last)} at step {step:,} (median {written(middle)})")
+    return f"{'; '.join(phrases)}."
 
 
 # ---- options
@@ -204,13 +204,13 @@ def flat_options(options: Mapping[str, Any]) -> dict[str, str]:
     >>> flat_options({"seed": 0, "settings": {"width": "64"}})
     {'seed': '0', 'settings.width': '64'}
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for key, value in options.items():
         if isinstance(value, Mapping):
-            found |= {f"{key}.{name}": spelled_option(inner) for name, inner in value.items()}
+            texts |= {f"{key}.{name}": spelled_option(inner) for name, inner in value.items()}
         else:
-            found[key] = spelled_option(value)
-    return found
+            texts[key] = spelled_option(value)
+    return texts
 
 
 def option_differences(runs: Sequence[TrainingRun]) -> list[dict[str, Any]]:
@@ -218,51 +218,51 @@ def option_differences(runs: Sequence[TrainingRun]) -> list[dict[str, Any]]:
 
     An option that a run does not have is None there. Options are those of a run's last part.
     """
-    listed = []
+    all_options = []
     for run in runs:
-        found = flat_options({key: value for key, value in run.last.options.items() if key not in _OF_A_PLACE})
+        options = flat_options({key: value for key, value in run.last.options.items() if key not in _OF_A_PLACE})
         for key in ("versions", "machine"):
             facts = run.last.facts.get(key)
-            found |= flat_options({key: facts}) if isinstance(facts, Mapping) else {}
-        listed.append(found)
-    names = dict.fromkeys(name for found in listed for name in found)
-    values = {name: [found.get(name) for found in listed] for name in names}
-    return [{"option": name, "values": each} for name, each in values.items() if len(set(each)) > 1]
+            options |= flat_options({key: facts}) if isinstance(facts, Mapping) else {}
+        all_options.append(options)
+    names = dict.fromkeys(name for run_options in all_options for name in run_options)
+    values = {name: [run_options.get(name) for run_options in all_options] for name in names}
+    return [{"option": name, "values": texts} for name, texts in values.items() if len(set(texts)) > 1]
 
 
 def remarks_on(runs: Sequence[TrainingRun]) -> list[str]:
     """Returns sentences on what keeps runs from being compared: other models or data, no steps, damaged metrics."""
-    found = []
+    notes = []
     if differ := _differing(runs, _SAME_MODEL):
-        found.append(f"These are runs of different models ({differ}): their losses do not say which is better trained.")
+        notes.append(f"These are runs of different models ({differ}): their losses do not say which is better trained.")
     if differ := _differing(runs, _SAME_STEPS):
-        found.append(f"A step is not the same work in each ({differ}): compare throughput, not step time.")
+        notes.append(f"A step is not the same work in each ({differ}): compare throughput, not step time.")
     for run in runs:
         if not run.rows:
-            found.append(f"{run.name} has taken no step, so it has no curve.")
+            notes.append(f"{run.name} has taken no step, so it has no curve.")
         if run.num_damaged:
             lines = "1 line" if run.num_damaged == 1 else f"{run.num_damaged:,} lines"
-            found.append(f"{lines} of the metrics of {run.name} could not be read and were left out.")
-    return found
+            notes.append(f"{lines} of the metrics of {run.name} could not be read and were left out.")
+    return notes
 
 
 def _differing(runs: Sequence[TrainingRun], keys: Sequence[str]) -> str:
     """Returns which of the options ``keys`` are not equal in all runs, with their values; "" if none."""
-    found = []
+    differences = []
     for key in keys:
         values = list(dict.fromkeys(spelled_option(run.last.options.get(key)) or "defaults" for run in runs))
         if len(values) > 1:
-            found.append(f"{key}: {', '.join(values)}")
-    return "; ".join(found)
+            differences.append(f"{key}: {', '.join(values)}")
+    return "; ".join(differences)
 
 
 def _differences(runs: Sequence[TrainingRun], differences: Sequence[Mapping[str, Any]]) -> str:
     if not differences:
         return section("Options", "", "All options, versions and machines are equal.", name="options")
     body = [
-        [f"<code>{escape(each['option'])}</code>",
-         *("<i>none</i>" if value is None else f"<code>{escape(value)}</code>" for value in each["values"])]
-        for each in differences
+        [f"<code>{escape(difference['option'])}</code>",
+         *("<i>none</i>" if value is None else f"<code>{escape(value)}</code>" for value in difference["values"])]
+        for difference in differences
     ]  # fmt: skip
     heads = ["option", *(run.name for run in runs)]
     note = "Options that are equal in all runs are left out; a resumed run has those of its last part."

@@ -49,8 +49,8 @@ class Curve(NamedTuple):
 
 def points_of(rows: MetricRows, key: str) -> list[tuple[int, float]]:
     """Returns (step, value) of the rows in which ``key`` was measured and is finite."""
-    found = ((row["step"], row.get(key)) for row in rows)
-    return [(step, float(value)) for step, value in found if value is not None and isfinite(value)]
+    points = ((row["step"], row.get(key)) for row in rows)
+    return [(step, float(value)) for step, value in points if value is not None and isfinite(value)]
 
 
 def curve_of(
@@ -122,17 +122,17 @@ class MemoryMap(NamedTuple):
 def memory_rows(rows: MetricRows) -> tuple[str, list[tuple[int, list[int]]]]:
     """Returns which memory the rows have, "held" or else "peak", and (step, bytes of each rank) of the rows with it."""
     for word, key in (("held", "held_bytes"), ("peak", "memory_bytes")):
-        found = [(row["step"], row[key]) for row in rows if row.get(key)]
-        if found:
-            return word, found
+        memory = [(row["step"], row[key]) for row in rows if row.get(key)]
+        if memory:
+            return word, memory
     return "peak", []
 
 
 def peaks_of(rows: MetricRows) -> list[int]:
     """Returns the peak bytes of each rank in rows of one layout; empty if no row has them all."""
-    found = [row["memory_bytes"] for row in rows if row.get("memory_bytes")]
-    size = max(map(len, found), default=0)
-    return [max(of_rank) for of_rank in zip(*(each for each in found if len(each) == size), strict=True)]
+    peaks = [row["memory_bytes"] for row in rows if row.get("memory_bytes")]
+    size = max(map(len, peaks), default=0)
+    return [max(of_rank) for of_rank in zip(*(sizes for sizes in peaks if len(sizes) == size), strict=True)]
 
 
 def memory_curves(rows: MetricRows) -> list[Curve]:
@@ -140,20 +140,20 @@ def memory_curves(rows: MetricRows) -> list[Curve]:
 
     A further curve has the highest peak of all ranks so far.
     """
-    word, found = memory_rows(rows)
-    num_ranks = max((len(each) for _, each in found), default=0)
+    word, memory = memory_rows(rows)
+    num_ranks = max((len(sizes) for _, sizes in memory), default=0)
     if not num_ranks:
         return []
     if num_ranks <= MOST_RANK_CURVES:
         named: list[tuple[str, list[tuple[int, float | None]]]] = [
-            (f"rank {rank}", [(step, float(each[rank]) if rank < len(each) else None) for step, each in found])
+            (f"rank {rank}", [(step, float(sizes[rank]) if rank < len(sizes) else None) for step, sizes in memory])
             for rank in range(num_ranks)
         ]
     else:
         ways: list[tuple[str, Any]] = [
             ("the rank with most", max), ("the median", median), ("the rank with least", min)
         ]  # fmt: skip
-        named = [(name, [(step, float(way(each))) for step, each in found]) for name, way in ways]
+        named = [(name, [(step, float(way(sizes))) for step, sizes in memory]) for name, way in ways]
     curves = [curve_of(name, points) for name, points in named]
     if word == "held":
         curves.append(curve_of("highest peak so far", highest_peaks(rows), "limit"))
@@ -167,24 +167,24 @@ def highest_peaks(rows: MetricRows) -> list[tuple[int, float]]:
 
 def memory_map(rows: MetricRows) -> MemoryMap | None:
     """Returns the memory by rank and step as shades; None for up to eight ranks, whose curves show it."""
-    _, found = memory_rows(rows)
-    num_ranks = max((len(each) for _, each in found), default=0)
+    _, memory = memory_rows(rows)
+    num_ranks = max((len(sizes) for _, sizes in memory), default=0)
     if num_ranks <= MOST_RANK_CURVES:
         return None
     in_line = -(-num_ranks // MOST_LINES)
-    columns = [[each for _, each in found[first:end]] for first, end in thinned(len(found), MOST_COLUMNS)]
+    columns = [[sizes for _, sizes in memory[first:end]] for first, end in thinned(len(memory), MOST_COLUMNS)]
     tops = [list(map(max, zip_longest(*column, fillvalue=-1))) for column in columns]  # -1: there is no such rank
     lines = []
     for first in range(0, num_ranks, in_line):
-        found_here = [max(top[first : first + in_line], default=-1) for top in tops]
-        lines.append([value if value >= 0 else None for value in found_here])
-    known = [value for line in lines for value in line if value is not None]
-    least, most = min(known), max(known)
+        line_tops = [max(top[first : first + in_line], default=-1) for top in tops]
+        lines.append([value if value >= 0 else None for value in line_tops])
+    values = [value for line in lines for value in line if value is not None]
+    least, most = min(values), max(values)
     scale = (LEVELS - 1) / max(most - least, 1)
     cells = [
         "".join(" " if value is None else chr(48 + round((value - least) * scale)) for value in line) for line in lines
     ]
-    ends = [found[end - 1][0] for _, end in thinned(len(found), MOST_COLUMNS)]
+    ends = [memory[end - 1][0] for _, end in thinned(len(memory), MOST_COLUMNS)]
     return MemoryMap(ends, cells, least, most, num_ranks, in_line)
 
 
@@ -235,14 +235,14 @@ def throughput_of(rows: MetricRows) -> tuple[str, list[float]]:
 
 def throughput_seen(run: TrainingRun) -> str:
     """Returns a sentence on the median throughput of each part of a run."""
-    found = []
+    phrases = []
     for part in run.shown:
         unit, speeds = throughput_of(part.rows)
         times = [value for _, value in points_of(part.rows, "step_ms")]
         if speeds:
             took = f", {number(median(times))} ms a step" if times else ""
-            found.append(f"{format_count(median(speeds))} {unit}/s{took} under {part.layout} ({part.steps})")
-    return f"Median: {'; '.join(found)}." if found else "Throughput was not measured."
+            phrases.append(f"{format_count(median(speeds))} {unit}/s{took} under {part.layout} ({part.steps})")
+    return f"Median: {'; '.join(phrases)}." if phrases else "Throughput was not measured."
 
 
 def rate_seen(rows: MetricRows) -> str:
@@ -272,10 +272,10 @@ def norm_seen(rows: MetricRows, clip: float) -> str:
 
 def memory_seen(run: TrainingRun) -> str:
     """Returns sentences on the memory that ranks hold after the last step, and on the highest peak."""
-    word, found = memory_rows(run.rows)
-    if not found:
+    word, memory = memory_rows(run.rows)
+    if not memory:
         return "Memory was not measured."
-    step, last = found[-1]
+    step, last = memory[-1]
     peaks = [(max(peaks_of(part.rows)), part) for part in run.shown if peaks_of(part.rows)]
     text = f"After step {step:,}, {_ranks_hold(last)}." if word == "held" else ""
     if peaks:

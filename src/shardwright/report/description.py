@@ -102,7 +102,7 @@ def describe(
         **({} if nodes is None else {"nodes": _nodes(plan, nodes, sends)}),
         "parameters": [_parameter(plan, name) for name in plan.compute],
         "layers": _layers(job, plan),
-        "shares": [_share(each) for each in shares_of(job, plan)],
+        "shares": [_share(share) for share in shares_of(job, plan)],
         **({} if sends is None else {"layer_traffic": sends.of_layers()}),
         **_pipeline(plan, seconds_from=seconds_from or _seconds_from(job)),
     }
@@ -114,12 +114,12 @@ def _nodes(plan: Plan, nodes: Nodes, sends: _StepSends | None) -> dict[str, Any]
     entry = {"num_nodes": nodes.num_nodes, "ranks_per_node": nodes.ranks_per_node, "axes": axes, "warnings": []}
     if _is_large(plan):
         return entry
-    places, found = nodes.places(plan.mesh.size), None
+    places, sent_bytes = nodes.places(plan.mesh.size), None
     if sends is not None:
-        found = bytes_between(plan.mesh, places, sends.calls.__getitem__, sends.calls)
-        for axis, each in axes.items():
-            each["between_bytes"] = found[axis]
-    return entry | {"warnings": node_warnings(plan.mesh, places, found)}
+        sent_bytes = bytes_between(plan.mesh, places, sends.calls.__getitem__, sends.calls)
+        for axis, axis_entry in axes.items():
+            axis_entry["between_bytes"] = sent_bytes[axis]
+    return entry | {"warnings": node_warnings(plan.mesh, places, sent_bytes)}
 
 
 def _share(share: CutShare) -> dict[str, Any]:
@@ -141,10 +141,10 @@ def _pipeline(plan: Plan, *, seconds_from: str) -> dict[str, Any]:
     schedule, stages = plan.schedule, plan.stages
     if schedule is None or stages is None:
         return {}
-    found = []
+    entries = []
     for stage, share in enumerate(stage_loads(plan)):
         chunks = schedule.chunks_of(stage)
-        found.append(
+        entries.append(
             {
                 "stage": stage,
                 "chunks": [{"chunk": chunk, "calls": list(stages.chunked.calls_of(chunk))} for chunk in chunks],
@@ -159,7 +159,7 @@ def _pipeline(plan: Plan, *, seconds_from: str) -> dict[str, Any]:
         "schedule": schedule.name,
         "bubble": timeline.bubble,
         "seconds_from": seconds_from,
-        "stages": found,
+        "stages": entries,
         **({} if plan.scatter_axis is None else {"scattered_over": plan.scatter_axis}),
         "timeline": timeline_data(timeline),
     }
@@ -171,7 +171,7 @@ def timeline_data(timeline: Timeline) -> dict[str, Any]:
         "bubble": timeline.bubble,
         "makespan_s": timeline.makespan_s,
         "spans": [[[str(s.action), s.start_s, s.end_s] for s in stage] for stage in timeline.spans],
-        "memory": [[list(each) for each in stage] for stage in timeline.memory],
+        "memory": [[list(point) for point in stage] for stage in timeline.memory],
     }
 
 
@@ -251,14 +251,14 @@ def _stage_index(coord: Coord) -> tuple[int, ...]:
 def _names_by_stage(plan: Plan) -> Mapping[tuple[int, ...], Sequence[str]]:
     """Returns, by pipeline stage, the parameters of which the stage's ranks store any part, or compute with one."""
     axes = [axis for axis in plan.mesh.axes if axis in mesh_axes("stages")]
-    found: dict[tuple[int, ...], list[str]] = {tuple(at.values()): [] for at in plan.mesh.coords(axes)}
+    names: dict[tuple[int, ...], list[str]] = {tuple(at.values()): [] for at in plan.mesh.coords(axes)}
     for name, layout in plan.compute.items():
         state = plan.state[name]
-        each = (layout, state.parameter, state.gradient, state.optimizer)
-        held = (product(*(one.held_along(axis) or range(plan.mesh[axis]) for axis in axes)) for one in each)
-        for at in set(chain.from_iterable(held)):
-            found[at].append(name)
-    return found
+        layouts = (layout, state.parameter, state.gradient, state.optimizer)
+        places = (product(*(one.held_along(axis) or range(plan.mesh[axis]) for axis in axes)) for one in layouts)
+        for at in set(chain.from_iterable(places)):
+            names[at].append(name)
+    return names
 
 
 def _is_large(plan: Plan) -> bool:
@@ -332,19 +332,19 @@ class _StepSends:
             for layer, sent in here.items():
                 self._by_layer[layer] = max(sent, self._by_layer.get(layer, 0.0))
         self.calls[self.plan.mesh.rank(coord)] = self.calls_by_key[key]
-        found = {"samples": len(shard.local_samples(self.num_samples)), "sent_bytes": self.sent_bytes[key]}
+        entry = {"samples": len(shard.local_samples(self.num_samples)), "sent_bytes": self.sent_bytes[key]}
         if not self.plan.token_axes:
-            return found
+            return entry
         shard.set_num_tokens(self.num_tokens)
-        return {**found, "tokens_of_each": len(shard.tokens(()))}
+        return {**entry, "tokens_of_each": len(shard.tokens(()))}
 
     def of_layers(self) -> list[dict[str, Any]]:
         """Returns the bytes sent for each layer by each strategy, on the rank that sends most for it; most first.
 
         A layer is a module, a param group, or a boundary of pipeline chunks; "" if a strategy does not say which.
         """
-        found = sorted(self._by_layer.items(), key=lambda entry: -entry[1])
-        return [{"layer": layer, "strategy": name, "sent_bytes": most} for (layer, name), most in found if most]
+        entries = sorted(self._by_layer.items(), key=lambda entry: -entry[1])
+        return [{"layer": layer, "strategy": name, "sent_bytes": most} for (layer, name), most in entries if most]
 
 
 def _parameter(plan: Plan, name: str) -> dict[str, Any]:
@@ -362,7 +362,7 @@ def _parameter(plan: Plan, name: str) -> dict[str, Any]:
         "cut": cut_words(layout),
         "local_shapes": [list(shape) for shape in shapes],
         "sync": [] if name in plan.frozen else list(partial_axes(plan, name)),
-        "rest": {each: cut_words(getattr(state, each)) for each in ("parameter", "gradient", "optimizer")},
+        "rest": {kind: cut_words(getattr(state, kind)) for kind in ("parameter", "gradient", "optimizer")},
     }
 
 

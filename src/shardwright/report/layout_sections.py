@@ -133,8 +133,8 @@ def memory_html(description: Description, peaks: Sequence[int]) -> str:
 
 def _measured(group: RankGroup, peaks: Sequence[int]) -> str:
     """Returns the range of measured peaks in a group of ranks."""
-    found = [peaks[rank["rank"]] for rank in group.ranks]
-    low, high = format_bytes(min(found)), format_bytes(max(found))
+    sizes = [peaks[rank["rank"]] for rank in group.ranks]
+    low, high = format_bytes(min(sizes)), format_bytes(max(sizes))
     return high if low == high else f"{low} to {high}"
 
 
@@ -150,8 +150,10 @@ def _traffic(description: Description) -> Iterator[str]:
     if not names:
         yield '<h3>Sent in a step</h3>\n<p class="note">Nothing: no strategy of this layout sends.</p>'
         return
-    bars = [Bar(group.name, each, format_bytes(sum(each.values()))) for group, each in zip(groups, sent, strict=True)]
-    most = max(sent, key=lambda each: sum(each.values()))
+    bars = [
+        Bar(group.name, parts, format_bytes(sum(parts.values()))) for group, parts in zip(groups, sent, strict=True)
+    ]
+    most = max(sent, key=lambda parts: sum(parts.values()))
     first = max(most, key=lambda name: most[name])
     note = f"By strategy, predicted. Most is sent by {first}: {format_bytes(most[first])} of one rank's "
     note += f"{format_bytes(sum(most.values()))}."
@@ -161,30 +163,30 @@ def _traffic(description: Description) -> Iterator[str]:
 
 def _layer_traffic(entries: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """Returns bars of what is sent for each layer; layers that differ in the number of their block are one bar."""
-    found: dict[tuple[str, tuple[tuple[str, float], ...]], int] = Counter()
+    counts: dict[tuple[str, tuple[tuple[str, float], ...]], int] = Counter()
     by_layer: dict[str, dict[str, float]] = {}
     for entry in entries:
         by_layer.setdefault(entry["layer"], {})[_words(entry["strategy"])] = entry["sent_bytes"]
     labels: dict[tuple[str, tuple[tuple[str, float], ...]], list[str]] = {}
     for layer, parts in by_layer.items():
         key = (starred(layer), tuple(sorted(parts.items())))
-        found[key] += 1
+        counts[key] += 1
         labels.setdefault(key, []).append(layer)
-    ordered = sorted(found, key=lambda key: -sum(size for _, size in key[1]) * found[key])
+    ordered = sorted(counts, key=lambda key: -sum(size for _, size in key[1]) * counts[key])
     bars = []
     for key in ordered[:_MOST_LAYERS]:
-        name, num = labels[key][0] if found[key] == 1 else key[0], found[key]
+        name, num = labels[key][0] if counts[key] == 1 else key[0], counts[key]
         parts = {strategy: size * num for strategy, size in key[1]}
-        each = sum(size for _, size in key[1])
-        times = f"\N{MULTIPLICATION SIGN}{num}, {format_bytes(each)} each" if num > 1 else ""
-        bars.append(Bar(name or "outside of layers", parts, format_bytes(each * num), times))
-    rest = ordered[_MOST_LAYERS:]
-    if rest:
+        layer_size = sum(size for _, size in key[1])
+        times = f"\N{MULTIPLICATION SIGN}{num}, {format_bytes(layer_size)} each" if num > 1 else ""
+        bars.append(Bar(name or "outside of layers", parts, format_bytes(layer_size * num), times))
+    other_keys = ordered[_MOST_LAYERS:]
+    if other_keys:
         parts = {}
-        for key in rest:
+        for key in other_keys:
             for strategy, size in key[1]:
-                parts[strategy] = parts.get(strategy, 0.0) + size * found[key]
-        bars.append(Bar(f"{sum(found[key] for key in rest):,} others", parts, format_bytes(sum(parts.values()))))
+                parts[strategy] = parts.get(strategy, 0.0) + size * counts[key]
+        bars.append(Bar(f"{sum(counts[key] for key in other_keys):,} others", parts, format_bytes(sum(parts.values()))))
     note = "Of each layer, on the rank that sends most for it. a..b are the blocks from a to b, whose gradients, or "
     note += "parameters, are sent as one."
     return f'<h3>Sent in a step for each layer</h3>\n<p class="note">{escape(note)}</p>\n{bar_list(bars, names)}'

@@ -36,7 +36,7 @@ def measure_machine(says: Callable[[str], Any] = lambda what: None) -> dict[str,
         start = time.perf_counter()
         x @ x
         seconds.append(time.perf_counter() - start)
-    found: dict[str, Any] = {
+    machine: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cpus": psutil.cpu_count(),
@@ -46,11 +46,11 @@ def measure_machine(says: Callable[[str], Any] = lambda what: None) -> dict[str,
         "backends": [b for b in ("gloo", "nccl", "mpi") if available and torch.distributed.is_backend_available(b)],
         "matmul_flops_per_s": 2 * 512**3 / statistics.median(seconds),
     }
-    found["missing"] = lacks(found)
+    machine["missing"] = lacks(machine)
     says("measuring all-reduces of 2 processes")
     timed = launch(_links, 2, device="auto" if len(names) > 1 else "cpu")[0]
-    found["all_reduce_s"] = {str(size): s for size, s in zip(_SIZES, timed, strict=True)}
-    return found
+    machine["all_reduce_s"] = {str(size): s for size, s in zip(_SIZES, timed, strict=True)}
+    return machine
 
 
 def _links(world: World) -> list[float]:

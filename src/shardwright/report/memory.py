@@ -68,14 +68,14 @@ def predicted_accounts(
     """
     device = devices.wanted() if ranks == "processes" else "cpu"
     plan, strategies = make_plan(job, layout)
-    traffic, known = StepTraffic(job, plan, strategies, batch[0]), dict[Hashable, MemoryAccount]()
-    found = {}
+    traffic, by_class = StepTraffic(job, plan, strategies, batch[0]), dict[Hashable, MemoryAccount]()
+    accounts = {}
     for rank in ranks_to_rehearse(layout.mesh):
         key = _memory_class(plan, traffic, plan.mesh.coord(rank))
-        if key not in known:
-            known[key] = predict_memory(job, layout, rank, batch, ranks=ranks, device=device)
-        found[rank] = known[key]
-    return found
+        if key not in by_class:
+            by_class[key] = predict_memory(job, layout, rank, batch, ranks=ranks, device=device)
+        accounts[rank] = by_class[key]
+    return accounts
 
 
 def _memory_class(plan: Plan, traffic: StepTraffic, coord: Coord) -> Hashable:
@@ -83,7 +83,7 @@ def _memory_class(plan: Plan, traffic: StepTraffic, coord: Coord) -> Hashable:
 
     The first index of each axis has a class of its own: it alone has the gradients of what all of them compute.
     """
-    states = (each for state in plan.state.values() for each in (state.parameter, state.gradient, state.optimizer))
+    states = (layout for state in plan.state.values() for layout in (state.parameter, state.gradient, state.optimizer))
     stored = tuple(layout.num_elements(coord) for layout in states)
     return tuple(traffic.like(coord).values()), stored, tuple(index == 0 for index in coord.values())
 
@@ -97,9 +97,9 @@ def memory_data(predicted: Accounts, measured: Accounts | None = None) -> list[d
     """
 
     def of(account: MemoryAccount) -> dict[str, Any]:
-        found = {"peak_bytes": account.peak_bytes, "action": account.peak.action, "at_peak": account.at_peak()}
-        found |= {"elsewhere": dict(account.elsewhere)} if account.elsewhere else {}
-        return found | ({"beside": dict(account.beside)} if account.beside else {})
+        entry = {"peak_bytes": account.peak_bytes, "action": account.peak.action, "at_peak": account.at_peak()}
+        entry |= {"elsewhere": dict(account.elsewhere)} if account.elsewhere else {}
+        return entry | ({"beside": dict(account.beside)} if account.beside else {})
 
     return [
         {"rank": rank, "predicted": of(account)} | ({"measured": of(measured[rank])} if measured else {})
@@ -159,7 +159,7 @@ def draw_memory(path: Path, title: str, predicted: Accounts, measured: Accounts 
 
 def memory_figure(title: str, predicted: Accounts, measured: Accounts | None = None) -> Figure:
     """Returns the matplotlib figure that :func:`draw_memory` saves."""
-    rank = max(predicted, key=lambda each: predicted[each].peak_bytes)
+    rank = max(predicted, key=lambda candidate: predicted[candidate].peak_bytes)
     panels = [("predicted", predicted[rank])] + ([("measured", measured[rank])] if measured else [])
     height = 0.55 + 2.9 * len(panels)
     figure = new_figure(height)

@@ -36,7 +36,7 @@ def lacks(found: Mapping[str, Any]) -> list[dict[str, str]]:
 
     ``found`` is what :func:`~shardwright.report.machine.measure_machine` has found so far.
     """
-    return [each._asdict() for each in _lacks(found)]
+    return [lack._asdict() for lack in _lacks(found)]
 
 
 def _lacks(found: Mapping[str, Any]) -> Iterator[MissingItem]:
@@ -65,4 +65,4 @@ def lacks_text(entries: list[dict[str, str]]) -> list[str]:
     >>> lacks_text([{"what": "the package ray", "needed_for": "launch --ray", "fix": "pip install ray"}])
     ['missing: the package ray, for launch --ray: pip install ray']
     """
-    return [f"missing: {each['what']}, for {each['needed_for']}: {each['fix']}" for each in entries]
+    return [f"missing: {entry['what']}, for {entry['needed_for']}: {entry['fix']}" for entry in entries]

@@ -45,13 +45,13 @@ def rank_grids(description: Description) -> tuple[Grid, ...]:
     mesh = description["mesh"]
     axes: list[str] = ["", "", *mesh]
     *outer, rows, columns = axes
-    found: dict[str, dict[tuple[int, int], Rank]] = {}
+    cells_by_title: dict[str, dict[tuple[int, int], Rank]] = {}
     for rank in description["ranks"]:
         coord = rank["coord"]
         title = ", ".join(f"{axis} {coord[axis]}" for axis in outer if axis)
-        found.setdefault(title, {})[coord.get(rows, 0), coord.get(columns, 0)] = rank
+        cells_by_title.setdefault(title, {})[coord.get(rows, 0), coord.get(columns, 0)] = rank
     height, width = mesh.get(rows, 1), mesh.get(columns, 1)
-    return tuple(Grid(title, rows, columns, height, width, cells) for title, cells in found.items())
+    return tuple(Grid(title, rows, columns, height, width, cells) for title, cells in cells_by_title.items())
 
 
 def num_grids(description: Description) -> int:
@@ -122,7 +122,7 @@ def _group_name(ranks: Sequence[Rank], mesh: Mapping[str, int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]['rank']}"
     indices = {axis: sorted({rank["coord"][axis] for rank in ranks}) for axis in mesh}
-    some = [f"{axis} {numbers(found)}" for axis, found in indices.items() if len(found) < mesh[axis]]
+    some = [f"{axis} {numbers(coords)}" for axis, coords in indices.items() if len(coords) < mesh[axis]]
     if len(ranks) == prod(map(len, indices.values())):
         return f"{', '.join(some)} ({len(ranks):,} ranks)"
     return f"{len(ranks):,} ranks: {numbers([rank['rank'] for rank in ranks])}"
@@ -195,10 +195,10 @@ def _merged(names: Sequence[str], every: Sequence[str]) -> str:
     """Returns one label for ``names``, which differ in numbers only; a star stands for all the numbers in ``every``."""
     parts = []
     for position, values in enumerate(zip(*(name.split(".") for name in names), strict=True)):
-        found = list(dict.fromkeys(values))
+        words = list(dict.fromkeys(values))
         possible = {name.split(".")[position] for name in every}
-        some = f"{{{numbers(sorted(map(int, found)))}}}" if len(found) > 1 else found[0]
-        parts.append("*" if len(found) > 1 and set(found) == possible else some)
+        some = f"{{{numbers(sorted(map(int, words)))}}}" if len(words) > 1 else words[0]
+        parts.append("*" if len(words) > 1 and set(words) == possible else some)
     return ".".join(parts)
 
 

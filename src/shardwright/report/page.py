@@ -93,10 +93,10 @@ def html_table(
     )
     lines = []
     for cells in body:
-        first, *rest = [
+        first, *more_cells = [
             f"{kind}{name}>{cell}" for cell, kind, name in zip(cells, classes, named, strict=True)
         ]  # fmt: skip
-        line = f'<th scope="row"{roles[1]}{first}</th>' + "".join(f"<td{roles[2]}{each}</td>" for each in rest)
+        line = f'<th scope="row"{roles[1]}{first}</th>' + "".join(f"<td{roles[2]}{cell}</td>" for cell in more_cells)
         lines.append(f"<tr{roles[3]}>{line}</tr>")
     rows, top = "\n".join(lines), f"<thead><tr{roles[3]}>{head}</tr></thead>\n" if any(heads) else ""
     kind = ' class="stacked" role="table"' if stacked else ""

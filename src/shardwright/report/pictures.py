@@ -229,19 +229,19 @@ def losses_figure(runs: Mapping[str, MetricRows]) -> Figure:
 
 def _loss_words(runs: Mapping[str, MetricRows]) -> str:
     """Returns text on the first and last loss of a single run, or on the largest difference of several runs."""
-    found = [dict(_points(rows, "loss")) for rows in runs.values()]
-    if len(found) == 1 and found[0]:
-        first, *_, last = [*found[0].values()] * 2
+    curves = [dict(_points(rows, "loss")) for rows in runs.values()]
+    if len(curves) == 1 and curves[0]:
+        first, *_, last = [*curves[0].values()] * 2
         return f"{first:.3f} at first, {last:.3f} at last"
-    shared = set[float]().union(*found).intersection(*found)
-    apart = [max(losses[step] for losses in found) - min(losses[step] for losses in found) for step in shared]
+    shared = set[float]().union(*curves).intersection(*curves)
+    apart = [max(losses[step] for losses in curves) - min(losses[step] for losses in curves) for step in shared]
     return f"the runs differ by {max(apart):.1e} at most" if apart else ""
 
 
 def _points(rows: MetricRows, key: str) -> list[tuple[float, float]]:
     """Returns (step, value) of the rows whose value was measured and is finite."""
-    found = ((row["step"], row.get(key)) for row in rows)
-    return [(step, value) for step, value in found if value is not None and math.isfinite(value)]
+    points = ((row["step"], row.get(key)) for row in rows)
+    return [(step, value) for step, value in points if value is not None and math.isfinite(value)]
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

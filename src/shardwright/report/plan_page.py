@@ -24,11 +24,11 @@ def write_plan_page(path: Path, plans: Plans, compared: Sequence[PriceDifference
     stage, why the second best, if it fits, and each layout in ``compared`` take longer, what the search left out, and
     all constants. The file opens without a network and follows the reader's light or dark setting.
     """
-    rest = [each for each in plans.layouts[1:2] if plans.fits(each)]
+    runners_up = [price for price in plans.layouts[1:2] if plans.fits(price)]
     sections = [
         _summary(plans), _picture(plans), _layouts(plans), _waterfall(plans),
-        *(_comparison("The runner-up", plans.compare(each)) for each in rest),
-        *(_comparison(f"Why not {each.other.layout}?", each) for each in compared),
+        *(_comparison("The runner-up", plans.compare(price)) for price in runners_up),
+        *(_comparison(f"Why not {difference.other.layout}?", difference) for difference in compared),
         _memory(plans), *_left_out(plans), _constants(plans),
     ]  # fmt: skip
     under = f"<code>{escape(str(plans.cluster))}</code> &middot; {plans.num_parameters:,} parameters &middot; "
@@ -49,15 +49,15 @@ def _summary(plans: Plans) -> str:
         ("memory", format_decimal_bytes(best["memory_bytes"]), f"of {memory}"),
         ("baseline", format_seconds(plans.baseline_s(plans.best)), f"at {UTILISATION:.0%} of peak"),
     ]  # fmt: skip
-    said = [*plans.ways_out, *(f"{name}: {text}" for name, text in plans.notes()), *plans.warnings()]
-    notes = "".join(f"<p class='note'>{escape(each)}</p>" for each in said)
+    remarks = [*plans.ways_out, *(f"{name}: {text}" for name, text in plans.notes()), *plans.warnings()]
+    notes = "".join(f"<p class='note'>{escape(remark)}</p>" for remark in remarks)
     return f"<section>\n{fact_list(facts)}\n{notes}</section>"
 
 
 def _picture(plans: Plans) -> str:
     """Returns HTML bars of the seconds of each layout's step, by part (products, messages, ...), and of its memory."""
     shown = plans.layouts[:MOST_BARS]
-    parts = [name_of_part(name) for name in parts_of_step(*(each.waterfall for each in shown))]
+    parts = [name_of_part(name) for name in parts_of_step(*(price.waterfall for price in shown))]
     steps, memory = [], []
     for price in shown:
         line = str(price.layout)
@@ -66,7 +66,7 @@ def _picture(plans: Plans) -> str:
         steps.append(Bar(line, waterfall, format_seconds(price.step_s), expected))
         note = "" if plans.fits(price) else "does not fit"
         memory.append(Bar(line, {"memory": price.memory_bytes}, format_decimal_bytes(price.memory_bytes), note))
-    full = float(max(plans.cluster.device.memory_bytes, *(each.memory_bytes for each in shown)))
+    full = float(max(plans.cluster.device.memory_bytes, *(price.memory_bytes for price in shown)))
     note = "A full bar is the memory of a device, or of the layout that takes most."
     body = (
         f"{bar_list(steps, parts)}\n<h3>Memory of the fullest device</h3>\n"
@@ -124,7 +124,7 @@ def _signed(seconds: float) -> str:
 
 def _memory(plans: Plans) -> str:
     stages = plans.best.memory
-    kinds = [kind for kind in stages[0].by_kind if any(each.by_kind[kind] for each in stages)]
+    kinds = [kind for kind in stages[0].by_kind if any(stage.by_kind[kind] for stage in stages)]
     body = []
     for first, last in _alike(stages):
         stage = stages[first]

@@ -37,11 +37,11 @@ def plans_figure(plans: Plans) -> Figure:
     The gid of a bar of seconds is "LAYOUT: PART", and that of a bar of memory "LAYOUT: memory of a device".
     """
     shown = plans.layouts[:_MOST_LAYOUTS]
-    parts = parts_of_step(*(each.waterfall for each in shown))
+    parts = parts_of_step(*(price.waterfall for price in shown))
     # the same color for a part in every picture
     coloured = [name for name in dict.fromkeys([*known_parts(), *parts]) if name not in _GREYS]
-    own = {name: COLOURS[n % len(COLOURS)] for n, name in enumerate(coloured)}
-    colours = {name: _GREYS.get(name) or own[name] for name in parts}
+    palette = {name: COLOURS[n % len(COLOURS)] for n, name in enumerate(coloured)}
+    colours = {name: _GREYS.get(name) or palette[name] for name in parts}
     columns = 4
     keys_height = _KEY * -(-len(parts) // columns) + 0.15
     height = _HEAD + keys_height + _ROW * len(shown) + 0.5
@@ -53,8 +53,8 @@ def plans_figure(plans: Plans) -> Figure:
         left, top = LEFT + n % columns * 2.35, _HEAD + n // columns * _KEY
         _bar(axes, left, top, 0.14, 0.14, colours[name])
         axes.text(left + 0.22, top + 0.07, name_of_part(name), va="center", fontsize=10.5, color=INK)
-    longest = max(each.step_s for each in shown)
-    most = max(plans.cluster.device.memory_bytes, *(each.memory_bytes for each in shown))
+    longest = max(price.step_s for price in shown)
+    most = max(plans.cluster.device.memory_bytes, *(price.memory_bytes for price in shown))
     top = _HEAD + keys_height
     for n, price in enumerate(shown):
         _draw_row(axes, plans, price, top + n * _ROW, longest, most, colours)

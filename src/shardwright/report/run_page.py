@@ -61,17 +61,17 @@ MOST_OPEN = 2
 
 def _problems(run: TrainingRun) -> str:
     """Returns a section on files or lines of the run that could not be read or are missing; "" if there are none."""
-    found = []
+    problems = []
     if not run.rows:
-        found.append("This run has taken no step, so there are no curves yet.")
+        problems.append("This run has taken no step, so there are no curves yet.")
     if run.num_damaged:
         lines = "1 line" if run.num_damaged == 1 else f"{run.num_damaged:,} lines"
-        found.append(f"{lines} of metrics.jsonl could not be read and were left out.")
+        problems.append(f"{lines} of metrics.jsonl could not be read and were left out.")
     missing = _missing_steps(run)
     if missing:
-        found.append(missing)
-    body = "\n".join(f'<p class="warning">{escape(each)}</p>' for each in found)
-    return f"<section>\n{body}\n</section>" if found else ""
+        problems.append(missing)
+    body = "\n".join(f'<p class="warning">{escape(problem)}</p>' for problem in problems)
+    return f"<section>\n{body}\n</section>" if problems else ""
 
 
 def _missing_steps(run: TrainingRun) -> str:
@@ -161,7 +161,7 @@ def _charts(run: TrainingRun) -> Iterator[str]:
     ]  # fmt: skip
     clip = run.last.options.get("clip")
     limit = float(clip) if isinstance(clip, int | float) and clip else 0.0
-    found = [
+    charts = [
         Chart("loss", "Loss", loss_seen(run), "plain", losses, marks, is_wide=True),
         Chart("throughput", f"Throughput, {unit}/s", throughput_seen(run), "count",
               [curve_of(f"{unit}/s", points_of(rows, f"{unit}_per_s"))], marks, is_zero_based=True),
@@ -174,7 +174,7 @@ def _charts(run: TrainingRun) -> Iterator[str]:
               level=(limit, f"clipped to {number(limit)}") if limit else None),
     ]  # fmt: skip
     shades = memory_map(rows)
-    sections = [*map(chart_section, found), *([map_section(shades, word)] if shades is not None else [])]
+    sections = [*map(chart_section, charts), *([map_section(shades, word)] if shades is not None else [])]
     yield '<div class="charts">\n' + "\n".join(sections) + "\n</div>"
 
 
@@ -244,8 +244,8 @@ def _waterfalls(predicted: Mapping[tuple[str, str], float], measured: Mapping[tu
     """Returns two bars of the parts of a step, predicted and measured, on one scale; "" where there are none."""
     heading = _FORMATS["waterfall"][0]
     bars = []
-    for name, found in (("predicted", predicted), ("measured", measured)):
-        parts = {what: value for (of, what), value in found.items() if of == heading and value > 0}
+    for name, figures in (("predicted", predicted), ("measured", measured)):
+        parts = {what: value for (of, what), value in figures.items() if of == heading and value > 0}
         if parts:
             bars.append(Bar(name, parts, format_seconds(sum(parts.values()))))
     return bar_list(bars, shared_names(bar.parts for bar in bars)) if bars else ""
@@ -271,7 +271,7 @@ def _layouts(run: TrainingRun) -> Iterator[str]:
             why = f"Its map cannot be drawn: {group[0].problem}"
             yield section(heading, f'<p class="warning">{escape(why)}</p>', name=f"layout-{place}")
             continue
-        peaks = [max(each) for each in zip(*(peaks_of(part.rows) for part in group if part.rows), strict=False)]
+        peaks = [max(of_rank) for of_rank in zip(*(peaks_of(part.rows) for part in group if part.rows), strict=False)]
         body, words = layout_html(description, peaks), layout_words(description)
         if len(alike) == 1:
             yield section(heading, body, f"{words}.", name=f"layout-{place}")

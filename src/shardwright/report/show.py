@@ -120,9 +120,9 @@ def _node_table(description: Description) -> Iterable[Table]:
         coords = [mesh.coord(rank) for rank in range(first, first + nodes["ranks_per_node"])]
         indices = (numbers(sorted({coord[axis] for coord in coords})) for axis in mesh.axes)
         table.add_row(f"node {node}", f"{first} to {first + nodes['ranks_per_node'] - 1}", *indices)
-    words = ("crosses" if each["crosses"] else "inside" for each in nodes["axes"].values())
+    words = ("crosses" if entry["crosses"] else "inside" for entry in nodes["axes"].values())
     table.add_row("between nodes", "", *words)
-    if all("between_bytes" in each for each in nodes["axes"].values()):
+    if all("between_bytes" in entry for entry in nodes["axes"].values()):
         table.add_row("sent there in a step", "", *(format_bytes(e["between_bytes"]) for e in nodes["axes"].values()))
     yield table
 

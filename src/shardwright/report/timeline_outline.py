@@ -56,8 +56,8 @@ class TimelineOutline(NamedTuple):
     @property
     def kinds(self) -> tuple[ActionKind, ...]:
         """The kinds of action (forward, backward, ...) that occur in the timeline."""
-        found = {span.action.kind for stage in self.spans for span in stage}
-        return tuple(kind for kind in KINDS if kind in found)
+        kinds = {span.action.kind for stage in self.spans for span in stage}
+        return tuple(kind for kind in KINDS if kind in kinds)
 
     @property
     def most_chunks(self) -> int:
@@ -110,7 +110,7 @@ def _outline(name: str, timeline: Timeline) -> TimelineOutline:
         timeline.bubble,
         tuple(1 - timeline.busy_s(stage) / makespan if makespan else 0.0 for stage in stages),
         tuple(timeline.peak_bytes(stage) for stage in stages),
-        tuple({chunk: place for place, chunk in enumerate(found)} for found in chunks),
+        tuple({chunk: place for place, chunk in enumerate(stage_chunks)} for stage_chunks in chunks),
     )
 
 
@@ -185,8 +185,8 @@ def ticks(end: float, most: int) -> list[float]:
     power = 10.0 ** floor(log10(rough))
     step = next(power * round_one for round_one in (1, 2, 5, 10) if power * round_one >= rough * (1 - 1e-9))
     digits = max(0, -floor(log10(step) + 1e-9))
-    found = [round(n * step, digits) for n in range(ceil(end / step) + 1) if n * step <= end * (1 + 1e-9)]
-    return [int(tick) for tick in found] if step >= 1 else found
+    positions = [round(n * step, digits) for n in range(ceil(end / step) + 1) if n * step <= end * (1 + 1e-9)]
+    return [int(tick) for tick in positions] if step >= 1 else positions
 
 
 def spread(count: int, most: int) -> list[int]:

@@ -73,10 +73,10 @@ def _as_text(timelines: Sequence[Timeline]) -> str:
 
 def _counts(drawn: Sequence[TimelineOutline]) -> str:
     """Returns the number of stages, microbatches and actions in words; "" if the timelines differ in them."""
-    found = {(len(outline.spans), outline.num_microbatches, outline.num_spans) for outline in drawn}
-    if len(found) != 1:
+    sizes = {(len(outline.spans), outline.num_microbatches, outline.num_spans) for outline in drawn}
+    if len(sizes) != 1:
         return ""
-    stages, microbatches, actions = found.pop()
+    stages, microbatches, actions = sizes.pop()
     counts = ((stages, "stage", "s"), (microbatches, "microbatch", "es"), (actions, "action", "s"))
     return ", ".join(f"{count:,} {word}{ending * (count != 1)}" for count, word, ending in counts)
 

@@ -199,14 +199,14 @@ def _draw_numbers(axes: Axes, outline: TimelineOutline, sizes: _Sizes) -> None:
     """Writes the microbatch into each action that it fits in, in one font size that fits nine of ten."""
     if sizes.row < 0.15:
         return
-    found = [
+    labels = [
         (sizes.inches(end - start) - 0.03, (start + end) / 2 / sizes.unit.size_s, stage + 0.52, str(action.microbatch))
         for stage, spans in enumerate(outline.spans)
         for action, start, end in spans
     ]
-    fitting = sorted(room / (len(number) * _DIGIT) for room, _, _, number in found)
+    fitting = sorted(room / (len(number) * _DIGIT) for room, _, _, number in labels)
     size = min(_FONT, 50 * sizes.row, max(_SMALL_FONT, fitting[len(fitting) // 10]))
-    for room, x, y, number in found:
+    for room, x, y, number in labels:
         if room >= len(number) * _DIGIT * size * 0.999:
             axes.text(x, y, number, ha="center", va="center", fontsize=size, color=INK, clip_on=True)
 

@@ -42,8 +42,8 @@ class TrainingPart:
     @property
     def options(self) -> Mapping[str, Any]:
         """The options of the run, by name."""
-        found = self.facts.get("options")
-        return found if isinstance(found, Mapping) else {}
+        options = self.facts.get("options")
+        return options if isinstance(options, Mapping) else {}
 
     @property
     def steps(self) -> str:
@@ -111,19 +111,21 @@ def record_run(
     ordered = [by_step[step] for step in sorted(by_step)]
     starts = sorted(parts, key=lambda part: part["first_step"])
     ends = [*(int(part["first_step"]) for part in starts[1:]), None]
-    found, described = [], list[tuple[Mapping[str, Any], Description | None, str]]()
+    training_parts, described = [], list[tuple[Mapping[str, Any], Description | None, str]]()
     for place, (facts, end) in enumerate(zip(starts, ends, strict=True)):
         first = int(facts["first_step"])
-        own = [row for row in ordered if first < row["step"] and (end is None or row["step"] <= end)]
-        part = TrainingPart(first_step=first, last_step=own[-1]["step"] if own else first, facts=facts, rows=own)
-        if own or (not ordered and place == len(starts) - 1):
+        part_rows = [row for row in ordered if first < row["step"] and (end is None or row["step"] <= end)]
+        part = TrainingPart(
+            first_step=first, last_step=part_rows[-1]["step"] if part_rows else first, facts=facts, rows=part_rows
+        )
+        if part_rows or (not ordered and place == len(starts) - 1):
             same = next((entry for entry in described if _is_same(entry[0], facts)), None)
             if same is None:
                 same = (facts, *_described(facts, describe))
                 described.append(same)
             part = TrainingPart(**{**vars(part), "description": same[1], "problem": same[2]})
-        found.append(part)
-    return TrainingRun(name=name, parts=tuple(found), rows=ordered, num_damaged=num_damaged)
+        training_parts.append(part)
+    return TrainingRun(name=name, parts=tuple(training_parts), rows=ordered, num_damaged=num_damaged)
 
 
 def _described(

@@ -49,13 +49,13 @@ def checkpoint_activations(job: Job, plan: Plan) -> None:
     Ranks that compute operators together (tensor parallelism) recompute a block to its end, so that all make the same
     collective calls; other ranks stop as soon as the backward has all saved tensors.
     """
-    snapshots = tuple(each.snapshot for each in (job.rng, job.batch_shard, job.frame) if each is not None)
+    snapshots = tuple(state.snapshot for state in (job.rng, job.batch_shard, job.frame) if state is not None)
     selective = plan.layout.recompute == "selective"
     shared = any(plan.mesh[axis] > 1 for axis in mesh_axes("operators"))
     for path in plan.recomputed:
         module = job.model.get_submodule(path)
-        kept = (*snapshots, *(each.snapshot for each in compiled_blocks_in(module)))
-        around = partial(CheckpointedBlock, path, module, snapshots=kept, selective=selective, shared=shared)
+        all_snapshots = (*snapshots, *(block.snapshot for block in compiled_blocks_in(module)))
+        around = partial(CheckpointedBlock, path, module, snapshots=all_snapshots, selective=selective, shared=shared)
         wrap(module, Rung.RECOMPUTE, f"recompute:{plan.layout.recompute}", by="core", around=around)
 
 

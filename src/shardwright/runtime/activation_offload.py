@@ -46,7 +46,7 @@ def offload_activations(job: Job, plan: Plan, applied: Sequence[AppliedStrategy]
     place = activation_offload_target(plan.layout)
     if place is None or (place == "host" and everyone.device.type in ("cpu", "meta")):
         return
-    outer = next((each.saving for each in applied if each.saving is not None), None)
+    outer = next((strategy.saving for strategy in applied if strategy.saving is not None), None)
     storage = OffloadStorage(place, everyone, job.offload_folder)
     storage.reserve([LEAST_BYTES])  # an unwritable folder is an error now, not in the first step
     offload = ActivationOffload(storage, outer)
@@ -124,12 +124,12 @@ class ActivationOffload:
             key = tensor.untyped_storage()._cdata
             if any(key == state.untyped_storage()._cdata for state in (*module.parameters(), *module.buffers())):
                 return tensor
-            found = copied.get(key)
-            if found is None or found.storage.expired() or found.version != tensor._version:
+            record = copied.get(key)
+            if record is None or record.storage.expired() or record.version != tensor._version:
                 storage = StorageWeakRef(tensor.untyped_storage())
-                found = copied[key] = _Copied(storage, tensor._version, self._offload(tensor))
+                record = copied[key] = _Copied(storage, tensor._version, self._offload(tensor))
             offset = int(tensor.storage_offset())
-            return _OffloadedView(found.copy, tensor.dtype, tensor.size(), tensor.stride(), offset)
+            return _OffloadedView(record.copy, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
         with saved_tensors_hooks(pack, self._unpack):
             yield

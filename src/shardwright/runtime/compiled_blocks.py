@@ -64,10 +64,10 @@ def check_compiler(layout: Layout, everyone: Axis) -> None:
     """
     if layout.compile != "inductor" or everyone.device.type != "cpu":
         return
-    if found := first_problem(everyone.for_strategy("core"), _problem_of_compiler()):
+    if problem := first_problem(everyone.for_strategy("core"), _problem_of_compiler()):
         raise PlanError(
-            f"'compile' needs a C++ compiler, and rank {found[0]} has none that runs",
-            given=found[1],
+            f"'compile' needs a C++ compiler, and rank {problem[0]} has none that runs",
+            given=problem[1],
             allowed="g++ or clang++ on the PATH, or named by the variable CXX",
             fix=f"apt install g++, or leave out compile: {replace(layout, compile=None)}",
         )
@@ -106,7 +106,7 @@ def compile_blocks(job: Job, plan: Plan, *, draws_are_known: bool) -> None:
 
 def compiled_blocks_in(module: nn.Module) -> tuple[CompiledBlock, ...]:
     """Returns the compiled blocks among ``module`` and the modules inside of it."""
-    return tuple(vars(each)[_ATTRIBUTE] for each in module.modules() if _ATTRIBUTE in vars(each))
+    return tuple(vars(submodule)[_ATTRIBUTE] for submodule in module.modules() if _ATTRIBUTE in vars(submodule))
 
 
 def step_uncompiled(optimizer: torch.optim.Optimizer) -> None:
@@ -203,10 +203,10 @@ def _shared_code(block: nn.Module, layout: str, backend: str) -> CompiledCode:
     shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in block.named_parameters())
     key = (kind, shapes, layout, backend)
     with _LOCK:
-        found = _SHARED.get(key)
-        if found is None:
-            found = _SHARED[key] = CompiledCode(kind.__name__, backend)
-        return found
+        code = _SHARED.get(key)
+        if code is None:
+            code = _SHARED[key] = CompiledCode(kind.__name__, backend)
+        return code
 
 
 class CompiledBlock:
@@ -275,8 +275,8 @@ class CompiledBlock:
 
     def _sizes(self, args: Any, named: Any) -> Hashable:
         """Returns a key of the shapes, modes and dropout calls that the compiled code may depend on."""
-        given = tuple(each.shape if isinstance(each, Tensor) else None for each in tree_leaves((args, named)))
-        return given, torch.is_grad_enabled(), self.block.training, tuple(call.key.shape for call in self.calls)
+        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in tree_leaves((args, named)))
+        return shapes, torch.is_grad_enabled(), self.block.training, tuple(call.key.shape for call in self.calls)
 
     def _reason(self) -> str:
         """Returns why this call runs uncompiled, as text; an empty text if it runs compiled."""
@@ -320,7 +320,7 @@ def _is_inspected(args: Sequence[Any], named: Any) -> bool:
         return True
     if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
         return True
-    return any(isinstance(each, Tensor) and each.is_meta for each in tree_leaves((args, named)))
+    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, named)))
 
 
 def _reason_of(error: Exception) -> str:

@@ -73,10 +73,10 @@ class CopyStream:
         """
         if tensor.device.type != "cpu":
             return tensor.to(device, copy=True)
-        found = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
+        copy = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
         # a copy also of what is pinned: the loader may write the next batch into it
-        self.start(found, torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor))
-        return found
+        self.start(copy, torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor))
+        return copy
 
 
 def made_ahead(given: Iterable[T], make: Callable[[T], Made], copies: CopyStream) -> Iterator[Made]:

@@ -356,7 +356,7 @@ class Executor:
         """
         last = {action.chunk: place for place, action in enumerate(actions) if action.kind in ("B", "W")}
         chunks = [self._chunks[group.name] for group in self.param_groups]
-        places = [max((last.get(chunk, -1) for chunk in each), default=-1) for each in chunks]
+        places = [max((last.get(chunk, -1) for chunk in group_chunks), default=-1) for group_chunks in chunks]
         order = sorted(range(len(places)), key=lambda number: (places[number], -number))
         return tuple(self.param_groups[number] for number in order)
 

@@ -91,8 +91,8 @@ class _GroupAllReduce:
         unreached = {parameter for parameter in self.parameters if parameter.grad is None}
         gradients = [_contiguous_gradient(parameter) for parameter in self.parameters]
         sent = [gradient.to(self.axis.device) for gradient in gradients]  # offloaded ones are in host memory
-        reached = [each for each, p in zip(sent, self.parameters, strict=True) if p not in unreached and p.numel()]
-        mark_reached((each, [0]) for each in reached)
+        reached = [grad for grad, p in zip(sent, self.parameters, strict=True) if p not in unreached and p.numel()]
+        mark_reached((grad, [0]) for grad in reached)
         pending = self.axis.all_reduce_together_async(sent)
         away = [pair for pair in zip(gradients, sent, strict=True) if pair[0] is not pair[1]]
 
@@ -191,7 +191,7 @@ class GradientSync:
                 for box in boxes:
                     (piece,) = (piece for piece in pieces if piece.whole.intersect(box) is not None)
                     parts.boxes.append((parameter, piece, box))
-            messages += [each for each in (whole, parts) if each.parameters or each.boxes]
+            messages += [message for message in (whole, parts) if message.parameters or message.boxes]
         return messages
 
     def begin(self, param_groups: Sequence[ParamGroup], num_microbatches: int) -> None:
@@ -256,11 +256,11 @@ def _contribute_once(model: nn.Module, plan: Plan, coord: Coord) -> None:
         if not any(coord[axis] for axis in axes):
             continue
         module = model.get_submodule(use.module)
-        own = [key for key, p in module._parameters.items() if p is not None and names[id(p)] == use.parameter]
-        constants.setdefault(module, {}).update(dict.fromkeys(own, " ".join(axes)))
-    for module, found in constants.items():
-        what = ", ".join(f"{key} a constant: index 0 of {axes} contributes it" for key, axes in found.items())
-        around = partial(partial, _without, module, tuple(found))
+        keys = [key for key, p in module._parameters.items() if p is not None and names[id(p)] == use.parameter]
+        constants.setdefault(module, {}).update(dict.fromkeys(keys, " ".join(axes)))
+    for module, axes_by_key in constants.items():
+        what = ", ".join(f"{key} a constant: index 0 of {axes} contributes it" for key, axes in axes_by_key.items())
+        around = partial(partial, _without, module, tuple(axes_by_key))
         wrap(module, Rung.CONTRIBUTE_ONCE, what, by="core", around=around)
 
 

@@ -164,7 +164,7 @@ class _CheckpointDraws(TorchFunctionMode):
 
     def _next(self, name: str) -> Callable[[torch.device], KeyedNumbers] | None:
         if self._number >= len(self._drawn) or self._drawn[self._number][0] != name:
-            names = ", ".join(each for each, _ in self._drawn)
+            names = ", ".join(draw_name for draw_name, _ in self._drawn)
             raise PlanError(
                 f"a backward draws by '{name}' in code of a checkpoint, and what it repeats cannot be known",
                 given=f"draws of the forward there: {names}",
@@ -348,8 +348,9 @@ class KeyedDraws(TorchFunctionMode):
         if not getattr(_get_current_function_mode(), "takes_draws", False):
             return attended(*args, **named)
         result = handle_torch_function(attended, args[:1], *args, **named)
-        given = _MULTIHEAD.bind(*args, **named).arguments
-        mine.number = first + bool(given.get("training", True) and given["dropout_p"] > 0)  # also where it did not run
+        arguments = _MULTIHEAD.bind(*args, **named).arguments
+        # also where it did not run
+        mine.number = first + bool(arguments.get("training", True) and arguments["dropout_p"] > 0)
         return result
 
 
@@ -422,10 +423,10 @@ def _shared(model: nn.Module, routing: Collection[str]) -> dict[str, list[str]]:
     for path, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(path)
     shared: dict[str, list[str]] = {}
-    for found in (each for each in names.values() if len(each) > 1):
-        inside = [sum(is_inside(name, around) for name in found) for around in routing]
-        if any(inside) and len(found) not in inside:
-            shared[found[0]] = found
+    for aliases in (paths for paths in names.values() if len(paths) > 1):
+        inside = [sum(is_inside(name, around) for name in aliases) for around in routing]
+        if any(inside) and len(aliases) not in inside:
+            shared[aliases[0]] = aliases
     return shared
 
 

@@ -66,16 +66,16 @@ def _new(call: DrawCall, x: None, numbers: KeyedNumbers) -> Tensor:
 
 def _filled(call: DrawCall, made: Tensor, numbers: KeyedNumbers) -> Tensor:
     shape, dtype = list(made.shape), made.dtype
-    found: Tensor
+    values: Tensor
     if call.name == "randperm":
-        found = numbers.words(shape).argsort(stable=True)
+        values = numbers.words(shape).argsort(stable=True)
     elif call.name.startswith("randint"):
-        found = numbers.integers(shape, int(call.get("low", 0)), int(call["high"]))
+        values = numbers.integers(shape, int(call.get("low", 0)), int(call["high"]))
     elif call.name.startswith("randn") or call.name == "normal":
-        found = numbers.normal(shape, dtype)
+        values = numbers.normal(shape, dtype)
     else:
-        found = numbers.uniform(shape, dtype)
-    return found.to(dtype).requires_grad_(bool(call.get("requires_grad", False)))
+        values = numbers.uniform(shape, dtype)
+    return values.to(dtype).requires_grad_(bool(call.get("requires_grad", False)))
 
 
 def _bernoulli(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
@@ -85,9 +85,9 @@ def _bernoulli(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
 def _normal(call: DrawCall, x: Tensor | None, numbers: KeyedNumbers) -> Tensor:
     if x is None:
         return _filled(call, call.empty(), numbers).mul_(call["std"]).add_(call["mean"])
-    both = torch.broadcast_shapes(*(each.shape for each in (call["mean"], call["std"]) if isinstance(each, Tensor)))
-    found: Tensor = numbers.normal(list(both), x.dtype) * call["std"] + call["mean"]
-    return found
+    shape = torch.broadcast_shapes(*(value.shape for value in (call["mean"], call["std"]) if isinstance(value, Tensor)))
+    values: Tensor = numbers.normal(list(shape), x.dtype) * call["std"] + call["mean"]
+    return values
 
 
 def _multinomial(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
@@ -119,7 +119,7 @@ def _rrelu(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
 def _attend(call: DrawCall, q: Tensor, numbers: KeyedNumbers) -> Tensor:
     k, v, mask, p, scale = call["key"], call["value"], call["attn_mask"], call["dropout_p"], call["scale"]
     if call.get("enable_gqa"):
-        k, v = (each.repeat_interleave(q.shape[-3] // each.shape[-3], -3) for each in (k, v))
+        k, v = (tensor.repeat_interleave(q.shape[-3] // tensor.shape[-3], -3) for tensor in (k, v))
     if scale is not None:
         q = q * (scale * q.shape[-1] ** 0.5)
     if mask is not None and mask.dtype is torch.bool:
@@ -135,13 +135,14 @@ def _recur(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> tuple[Tensor, ..
     """Runs the layers of a recurrent network one by one, with keyed dropout between them."""
     layers, states = int(call["num_layers"]), call["hx"]
     ways = 2 if call["bidirectional"] else 1
-    each = len(call["params"]) // layers
+    params_per_layer = len(call["params"]) // layers
     starts = states if isinstance(states, tuple | list) else (states,)
     ends: list[list[Tensor]] = [[] for _ in starts]
     for layer in range(layers):
-        own = tuple(state[layer * ways : (layer + 1) * ways] for state in starts)
+        layer_states = tuple(state[layer * ways : (layer + 1) * ways] for state in starts)
         x, *last = call.function(
-            x, own if isinstance(states, tuple | list) else own[0], call["params"][layer * each : (layer + 1) * each],
+            x, layer_states if isinstance(states, tuple | list) else layer_states[0],
+            call["params"][layer * params_per_layer : (layer + 1) * params_per_layer],
             call["has_biases"], 1, 0.0, call["training"], call["bidirectional"], call["batch_first"],
         )  # fmt: skip
         for end, state in zip(ends, last, strict=True):

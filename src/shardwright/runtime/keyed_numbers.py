@@ -63,10 +63,10 @@ class KeyedNumbers:
         if isinstance(like, Tensor):
             part, shape = self.rng.shard_of(like), like.shape
         with torch._C.DisableTorchFunction():
-            found = draw(tuple(shape), self.cuts if part is None else part[0])
+            values = draw(tuple(shape), self.cuts if part is None else part[0])
             if part is not None:
-                part[1](found)
-            return found
+                part[1](values)
+            return values
 
     def _mask(self, shape: tuple[int, ...], cuts: tuple[DimSlice, ...], p: float) -> Tensor:
         if 0 < p < 1:
@@ -85,8 +85,8 @@ class KeyedNumbers:
         else:
             sample, within = self._within(dims.pop(at))
         words = self.rng.words(f"{self.key}~{stream}" if stream else self.key)
-        found = random_bits(words, sample, within, dims, least)
-        return found[0] if at is None else found.movedim(0, at)
+        bits = random_bits(words, sample, within, dims, least)
+        return bits[0] if at is None else bits.movedim(0, at)
 
     def _within(self, dim: HeldDim) -> tuple[Tensor, Tensor]:
         """Returns, for each index along the dim of samples, the sample's global index and the index in the sample."""
@@ -112,8 +112,8 @@ class KeyedNumbers:
     def uniform(self, like: Like, dtype: torch.dtype, stream: int = 0) -> Tensor:
         """Returns uniform random numbers in [0, 1), in ``dtype``."""
         bits = _BITS.get(dtype, 24)
-        found: Tensor = (self.words(like, stream) >> (24 - bits)).to(dtype) / 2**bits
-        return found
+        values: Tensor = (self.words(like, stream) >> (24 - bits)).to(dtype) / 2**bits
+        return values
 
     def positive(self, like: Like) -> Tensor:
         """Returns uniform random numbers in (0, 1), in float64."""
@@ -154,5 +154,5 @@ class RowNumbers(KeyedNumbers):
     ) -> Tensor:
         words = self.rng.words(f"{self.key}~{stream}" if stream else self.key)
         features = held_of(shape, cuts)[self.rows.dim() - 1 :]
-        found = random_bits(words, self.rows.flatten(), self.draws_before, features, least)
-        return found.view(*self.rows.shape[:-1], *found.shape[1:])
+        bits = random_bits(words, self.rows.flatten(), self.draws_before, features, least)
+        return bits.view(*self.rows.shape[:-1], *bits.shape[1:])

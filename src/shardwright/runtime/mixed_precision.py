@@ -107,7 +107,7 @@ class MasterWeights:
                 continue
             narrow = [cast(Tensor, self.parameters[name].grad) for name in some]
             gradients = [
-                torch.empty_like(each, dtype=self.masters[n].dtype) for n, each in zip(some, narrow, strict=True)
+                torch.empty_like(grad, dtype=self.masters[n].dtype) for n, grad in zip(some, narrow, strict=True)
             ]
             torch._foreach_copy_(gradients, narrow)  # few kernels on an accelerator
             for name, gradient in zip(some, gradients, strict=True):
@@ -125,17 +125,17 @@ class MasterWeights:
 
     def _check_versions(self) -> None:
         """Raises PlanError, once, if other code has written to a parameter of the model since it was rounded."""
-        found = _versions_of(self.parameters)
-        if found == self._written:
+        versions = _versions_of(self.parameters)
+        if versions == self._written:
             return
         with torch._C.DisableTorchFunctionSubclass():
             names = [
                 name
-                for (name, p), now, before in zip(self.parameters.items(), found, self._written, strict=True)
+                for (name, p), now, before in zip(self.parameters.items(), versions, self._written, strict=True)
                 if now != before and p.dtype == self._dtypes[name]  # the step refuses another
             ]
         if names:
-            self._written, self._may_be_stale = found, True
+            self._written, self._may_be_stale = versions, True
             raise _lost_write(names[0])
 
     @torch.no_grad()
@@ -182,11 +182,11 @@ class CopiedParameter(ProxyParameter):
                 if func == SET_GRAD and args[1] is not None:
                     raise _not_its_own(name)
                 owner.masters[name].grad = None
-            found = func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
             if func == DATA and owner is not None:
-                return ReadOnlyData.of(found, partial(_lost_write, owner.path_of(args[0])))
-            if func != GRAD or found is not None or sys._getframe(1).f_code.co_name == "_apply":  # of nn.Module
-                return found
+                return ReadOnlyData.of(result, partial(_lost_write, owner.path_of(args[0])))
+            if func != GRAD or result is not None or sys._getframe(1).f_code.co_name == "_apply":  # of nn.Module
+                return result
             owner = args[0].owner()
             name = owner.path_of(args[0]) if owner is not None else ""
             if owner is None or owner.masters[name].grad is None:
@@ -205,10 +205,10 @@ def _not_its_own(name: str) -> PlanError:
 
 def copied_parameter(owner: MasterWeights) -> type[CopiedParameter]:
     """Returns the class of the parameters of which ``owner`` has the master weights, between its steps."""
-    found = ref(owner)
+    owner_ref = ref(owner)
 
     class CopiedRunParameter(CopiedParameter):
-        owner = staticmethod(lambda: found())
+        owner = staticmethod(lambda: owner_ref())
 
     return CopiedRunParameter
 
@@ -306,10 +306,10 @@ def _are_finite(parameters: Mapping[str, nn.Parameter], world: Axis) -> bool:
 def _raise_if_not_finite(parameters: Mapping[str, nn.Parameter], world: Axis, step: int) -> None:
     """Raises PlanError, on every rank, with the name of a parameter whose gradient is not finite, if there is one."""
     bad = [name for name, p in parameters.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
-    found = [name for names in gather_json(world, bad[:1]) for name in names]
-    if found:
+    bad_names = [name for names in gather_json(world, bad[:1]) for name in names]
+    if bad_names:
         raise PlanError(
-            f"the gradient of '{found[0]}' is not finite in step {step}",
+            f"the gradient of '{bad_names[0]}' is not finite in step {step}",
             given="NaN or infinity",
             allowed="finite gradients",
             fix="use a lower learning rate, or check the batch; the parameters are as they were before the step",
@@ -363,7 +363,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     gradients = [p.grad for p in parameters if p.grad is not None and not p.is_meta]
     if not gradients:
         return
-    if any(each.device.type == "cpu" for each in (factor, *gradients)):
+    if any(tensor.device.type == "cpu" for tensor in (factor, *gradients)):
         if (number := factor.item()) != 1:
             torch._foreach_mul_(gradients, number)
         return
@@ -376,7 +376,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
             torch._foreach_mul_(some, factor.to(dtype))
             continue
         for block in _in_blocks(some):  # a narrow number would round
-            wide = [each.float() for each in block]
+            wide = [grad.float() for grad in block]
             torch._foreach_mul_(wide, factor.float())
             torch._foreach_copy_(block, wide)
 

@@ -73,8 +73,8 @@ class OffloadStorage:
                 self._open(num_bytes)
             except OSError as failure:
                 problem = f"{failure.strerror or failure}, with {format_bytes(num_bytes)} to keep in '{self.folder}'"
-        if found := first_problem(self._world, problem):
-            raise _refused("rank {}: {}".format(*found))
+        if rank_problem := first_problem(self._world, problem):
+            raise _refused("rank {}: {}".format(*rank_problem))
 
     def _open(self, num_bytes: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -25,8 +25,8 @@ class ProxyParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Returns a plain parameter with a copy of the values."""
-        memo[id(self)] = found = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return found
+        memo[id(self)] = parameter = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return parameter
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Returns how a plain parameter of the same values is made."""
@@ -53,9 +53,9 @@ class ReadOnlyData(Tensor):
     @staticmethod
     def of(tensor: Tensor, refusal: Callable[[], Exception]) -> ReadOnlyData:
         """Returns a view of ``tensor`` that raises what ``refusal`` returns where code writes into it."""
-        found = tensor.as_subclass(ReadOnlyData)
-        found.refusal = refusal
-        return found
+        data = tensor.as_subclass(ReadOnlyData)
+        data.refusal = refusal
+        return data
 
     @classmethod
     def __torch_function__(
@@ -66,25 +66,25 @@ class ReadOnlyData(Tensor):
 
         Raises the refusal if the data, or a view of it, has been written into.
         """
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, ReadOnlyData)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReadOnlyData)]
         with torch._C.DisableTorchFunctionSubclass():
-            before = [each._version for each in given]
-            found = func(*args, **(kwargs or {}))
-            if before != [each._version for each in given]:
-                raise given[0].refusal()
-            places = {each.untyped_storage()._cdata for each in given}
+            before = [data._version for data in inputs]
+            results = func(*args, **(kwargs or {}))
+            if before != [data._version for data in inputs]:
+                raise inputs[0].refusal()
+            places = {data.untyped_storage()._cdata for data in inputs}
 
             def marked(result: Tensor) -> Tensor:
                 plain = result.as_subclass(Tensor) if isinstance(result, ReadOnlyData) else result
                 is_view = plain.layout is torch.strided and plain.untyped_storage()._cdata in places
-                return ReadOnlyData.of(plain, given[0].refusal) if is_view else plain
+                return ReadOnlyData.of(plain, inputs[0].refusal) if is_view else plain
 
-            return tree_map_only(Tensor, marked, found) if given else found
+            return tree_map_only(Tensor, marked, results) if inputs else results
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Returns a plain tensor with a copy of the values."""
-        memo[id(self)] = found = self.as_subclass(Tensor).clone()
-        return found
+        memo[id(self)] = copy = self.as_subclass(Tensor).clone()
+        return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Returns how a plain tensor of the same values is made."""

@@ -80,23 +80,23 @@ class SelectedRows(TorchFunctionMode):
     ) -> Any:
         named = dict(kwargs or {})
         result = func(*args, **named)
-        made = [
-            each for each in (result if isinstance(result, tuple | list) else (result,)) if isinstance(each, Tensor)
+        outputs = [
+            value for value in (result if isinstance(result, tuple | list) else (result,)) if isinstance(value, Tensor)
         ]
-        name, given = getattr(func, "__name__", "").strip("_"), [*args, *named.values()]
-        if made and args and name in _SELECT and not is_of_rows(args[0]) and _selects(name, args):
+        name, arguments = getattr(func, "__name__", "").strip("_"), [*args, *named.values()]
+        if outputs and args and name in _SELECT and not is_of_rows(args[0]) and _selects(name, args):
             rows = self._numbered(args[0])
             if rows is not None:
-                _move(func, name, rows, args, named, made)
-        elif made and any(is_of_rows(each) for each in _flat(given)):
-            x = _source(name, given)
+                _move(func, name, rows, args, named, outputs)
+        elif outputs and any(is_of_rows(leaf) for leaf in _flat(arguments)):
+            x = _source(name, arguments)
             rows = rows_of(x)
-            for each in made:
-                give_rows(each, None)
+            for output in outputs:
+                give_rows(output, None)
             if rows is not None and (name in _SELECT or name in _MOVE):
-                _move(func, name, rows, args, named, made)
+                _move(func, name, rows, args, named, outputs)
             elif rows is not None and _is_along_last(name, args, named, x.dim()):
-                give_rows(made[0], rows)
+                give_rows(outputs[0], rows)
         return result
 
     def _numbered(self, x: Tensor) -> Tensor | None:
@@ -105,15 +105,15 @@ class SelectedRows(TorchFunctionMode):
         count, leading = len(self._samples), x.shape[:-1]
         if is_weight or x.dim() < 2 or (x.shape[0] % count if count else x.shape[0]):
             return None
-        each = prod(leading) // max(1, count)
+        rows_per_sample = prod(leading) // max(1, count)
         with torch._C.DisableTorchFunction():
             first = sample_indices(self._samples, x.device) * APART
-            return (first.view(-1, 1) + torch.arange(each, device=x.device)).view(*leading, 1)
+            return (first.view(-1, 1) + torch.arange(rows_per_sample, device=x.device)).view(*leading, 1)
 
 
 def _flat(given: Sequence[Any]) -> Iterator[Any]:
-    for each in given:
-        yield from each if isinstance(each, tuple | list) else (each,)
+    for argument in given:
+        yield from argument if isinstance(argument, tuple | list) else (argument,)
 
 
 def _source(name: str, given: Sequence[Any]) -> Any:
@@ -122,15 +122,15 @@ def _source(name: str, given: Sequence[Any]) -> Any:
         return given[0]
     if name not in _PER_ROW and name not in _ALONG:
         return None
-    known = [each for each in given if is_of_rows(each)]
-    rows = [found for found in map(rows_of, known) if found is not None]
-    if len(rows) < len(known) or not all(_are_alike(rows[0], each) for each in rows[1:]):
+    tensors = [argument for argument in given if is_of_rows(argument)]
+    rows = [numbers for numbers in map(rows_of, tensors) if numbers is not None]
+    if len(rows) < len(tensors) or not all(_are_alike(rows[0], numbers) for numbers in rows[1:]):
         return None  # rows that are not known, or other ones
-    if name in _PRODUCTS and len(known) > 1:
+    if name in _PRODUCTS and len(tensors) > 1:
         return None
     if name in _PRODUCTS:
-        return known[0] if known[0] is given[_PRODUCTS[name]] else None
-    return known[0]
+        return tensors[0] if tensors[0] is given[_PRODUCTS[name]] else None
+    return tensors[0]
 
 
 def _are_alike(rows: Tensor, others: Tensor) -> bool:
@@ -149,7 +149,7 @@ def _move(
     x, moved = args[0], list[Tensor]()
     with torch._C.DisableTorchFunction():
         if x.is_meta:  # which rows are selected is not known there, nor how many
-            moved = [each.new_empty((*each.shape[:-1], 1), dtype=torch.int64) for each in made]
+            moved = [output.new_empty((*output.shape[:-1], 1), dtype=torch.int64) for output in made]
         elif name == "getitem":
             index, is_few = _of_rows(args[1], x.dim())
             moved = [(rows if is_few else rows.expand(x.shape))[index]]
@@ -158,11 +158,11 @@ def _move(
         elif name in _RESHAPE:
             moved = [rows.expand(x.shape).reshape(made[0].shape)]
         else:
-            found = func(rows.expand(x.shape), *args[1:], **named)
-            moved = [*found] if isinstance(found, tuple | list) else [found]
-    for tensor, own in zip(made, moved, strict=bool(moved)):
+            result = func(rows.expand(x.shape), *args[1:], **named)
+            moved = [*result] if isinstance(result, tuple | list) else [result]
+    for tensor, numbers in zip(made, moved, strict=bool(moved)):
         if name in _SELECT or prod(tensor.shape[:-1]) <= rows.numel():  # else several rows would have one number
-            give_rows(tensor, own)
+            give_rows(tensor, numbers)
 
 
 def _is_along_last(name: str, args: tuple[Any, ...], named: Mapping[str, Any], num_dims: int) -> bool:
@@ -179,7 +179,7 @@ def _selects(name: str, args: tuple[Any, ...]) -> bool:
     if name == "index_select":
         return len(args) > 2 and args[1] == 0
     index = args[1]
-    return isinstance(index, Tensor) or (isinstance(index, tuple) and any(isinstance(each, Tensor) for each in index))
+    return isinstance(index, Tensor) or (isinstance(index, tuple) and any(isinstance(entry, Tensor) for entry in index))
 
 
 def _of_rows(index: Any, num_dims: int) -> tuple[Any, bool]:
@@ -188,10 +188,10 @@ def _of_rows(index: Any, num_dims: int) -> tuple[Any, bool]:
     ``index`` is that of a tensor of ``num_dims`` dims. A slice of the last dim is left out.
     """
     places = index if isinstance(index, tuple) else (index,)
-    if any(each is Ellipsis or isinstance(each, list | bool) for each in places):
+    if any(entry is Ellipsis or isinstance(entry, list | bool) for entry in places):
         return index, False
-    bools = (each.dim() if each.dtype is torch.bool else 1 for each in places if isinstance(each, Tensor))
-    count = sum(bools) + sum(each is not None and not isinstance(each, Tensor) for each in places)
+    bools = (entry.dim() if entry.dtype is torch.bool else 1 for entry in places if isinstance(entry, Tensor))
+    count = sum(bools) + sum(entry is not None and not isinstance(entry, Tensor) for entry in places)
     if count == num_dims and isinstance(places[-1], slice):
         return places[:-1], True
     return index, count < num_dims

@@ -62,10 +62,12 @@ class Timeline:
         >>> predicted.at_speed_of(measured).makespan_s
         3.0
         """
-        busy, others = (sum(map(each.busy_s, range(len(each.spans)))) for each in (self, other))
+        busy, others = (sum(map(timeline.busy_s, range(len(timeline.spans)))) for timeline in (self, other))
         factor = others / busy if busy else 1.0
-        spans = tuple(tuple(Span(s.action, s.start_s * factor, s.end_s * factor) for s in each) for each in self.spans)
-        memory = tuple(tuple((at * factor, num_bytes) for at, num_bytes in each) for each in self.memory)
+        spans = tuple(
+            tuple(Span(s.action, s.start_s * factor, s.end_s * factor) for s in stage) for stage in self.spans
+        )
+        memory = tuple(tuple((at * factor, num_bytes) for at, num_bytes in stage) for stage in self.memory)
         return replace(self, name=f"{self.name} (scaled)", spans=spans, memory=memory)
 
     def peak_bytes(self, stage: int) -> int:

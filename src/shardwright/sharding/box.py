@@ -247,10 +247,10 @@ def cells(held: Iterable[tuple[int, Iterable[Box]]]) -> tuple[tuple[Box, frozens
         return ()
     num_dims = len(next(iter(holders_of)).start)
     # the sweep cuts at every edge of every box, also where nothing changes: the joins undo that
-    found = list(_cells([(box, frozenset(holders)) for box, holders in holders_of.items()], 0, num_dims))
+    held_boxes = list(_cells([(box, frozenset(holders)) for box, holders in holders_of.items()], 0, num_dims))
     for dim in reversed(range(num_dims)):
-        found = _joined(found, dim)
-    return tuple(sorted(found, key=lambda cell: cell[0]))
+        held_boxes = _joined(held_boxes, dim)
+    return tuple(sorted(held_boxes, key=lambda cell: cell[0]))
 
 
 _HeldBox = tuple[Box, frozenset[int]]
@@ -259,7 +259,7 @@ _HeldBox = tuple[Box, frozenset[int]]
 def _cells(held: Sequence[_HeldBox], dim: int, num_dims: int) -> Iterator[_HeldBox]:
     """Sweeps along ``dim``. Between two edges, only the boxes that cross that slab go on to the next dim."""
     if dim == num_dims or len(held) == 1:  # no dim left to sweep, or one box left
-        holders = frozenset[int]().union(*(each for _, each in held))
+        holders = frozenset[int]().union(*(ranks for _, ranks in held))
         start, stop = held[0][0]
         yield Box(start[dim:], stop[dim:]), holders
         return

@@ -133,7 +133,7 @@ class TensorLayout:
         steps: list[_LayoutStep] = []
         for step in self.steps:
             if isinstance(step, _FlatSlices):
-                steps.append(step._replace(beside=tuple(each.on_all(axis) for each in step.beside)))
+                steps.append(step._replace(beside=tuple(layout.on_all(axis) for layout in step.beside)))
             elif not (isinstance(step, _HeldOnly) and step.axis == axis):
                 steps.append(step)
         return TensorLayout(self.shape, tuple(steps))
@@ -229,7 +229,7 @@ class TensorLayout:
         >>> TensorLayout.whole((2, 3)).only("pp", [0, 3]).held_along("pp")
         (0, 3)
         """
-        return next((each.indices for each in self.steps if isinstance(each, _HeldOnly) and each.axis == axis), ())
+        return next((step.indices for step in self.steps if isinstance(step, _HeldOnly) and step.axis == axis), ())
 
     def is_cut_evenly(self, axis: str) -> bool:
         """Returns whether all indices of an axis hold copies, or disjoint parts of one size, on all other coordinates.

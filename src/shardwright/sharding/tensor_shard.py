@@ -114,5 +114,5 @@ def tagged(tensor: Tensor) -> TensorShard | None:
     >>> tagged(x).shape, tagged(torch.ones(1))
     (torch.Size([2, 6]), None)
     """
-    found: TensorShard | None = tensor.__dict__.get(_NAME)
-    return found
+    shard: TensorShard | None = tensor.__dict__.get(_NAME)
+    return shard

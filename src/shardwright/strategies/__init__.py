@@ -131,22 +131,22 @@ def _choice(factor: Factor, phase: str, layout: Layout, known: Mapping[str, Stra
             fix=f"leave out {factor}: {replace(layout, factors=tuple(f for f in layout.factors if f is not factor))}",
         )
     candidates = [s for s in of_axis if s.phase == phase]
-    given = {option.name for option in factor.options}
+    option_names = {option.name for option in factor.options}
 
     def is_named(strategy: Strategy) -> bool:
         """Returns whether the layout has an option that no other strategy of this axis and phase has."""
         others = {name for s in candidates if s is not strategy for name in s.options}
-        return not strategy.default and bool(given & (set(strategy.options) - others))
+        return not strategy.default and bool(option_names & (set(strategy.options) - others))
 
     return next(filter(is_named, candidates), next((s for s in candidates if s.default), None))
 
 
 def _no_option(layout: Layout, factor: Factor, option: Option, known: Mapping[str, Strategy]) -> LayoutError:
-    texts = {name: each.text for s in known.values() if s.axis == factor.axis for name, each in s.options.items()}
+    texts = {name: entry.text for s in known.values() if s.axis == factor.axis for name, entry in s.options.items()}
     options = sorted({*texts, *layout_axes()[factor.axis].automatic})
     plain = f"{factor.axis}{factor.size}"
-    others = tuple(each for each in factor.options if each != option)
-    items = [str(replace(each, options=others) if each is factor else each) for each in layout.factors]
+    others = tuple(other for other in factor.options if other != option)
+    items = [str(replace(part, options=others) if part is factor else part) for part in layout.factors]
     items += str(replace(layout, factors=())).removeprefix("single").split()
     meant = nearest(option.name, options) or option.name
     takes_value = option.value is not None and f"{meant}:" in texts.get(meant, "")
@@ -160,8 +160,8 @@ def _no_option(layout: Layout, factor: Factor, option: Option, known: Mapping[st
 
 
 def _no_value(layout: Layout, factor: Factor, option: Option) -> LayoutError:
-    options = tuple(replace(each, value=None) if each == option else each for each in factor.options)
-    factors = tuple(replace(each, options=options) if each is factor else each for each in layout.factors)
+    options = tuple(replace(entry, value=None) if entry == option else entry for entry in factor.options)
+    factors = tuple(replace(part, options=options) if part is factor else part for part in layout.factors)
     return LayoutError(
         f"'{option.name}' on axis '{factor.axis}' takes no value",
         given=str(layout),

@@ -131,9 +131,9 @@ class DataParallel:
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
         """Returns one step's all-reduces of gradients, and all-gathers and all-reduces of BatchNorm statistics."""
         return tuple(
-            each
+            collective
             for axis in plan.layout.chosen("dp").mesh_axes
-            for each in (*sync_traffic(plan, coord, axis), *statistics_traffic(plan, batch, coord, axis))
+            for collective in (*sync_traffic(plan, coord, axis), *statistics_traffic(plan, batch, coord, axis))
         )
 
     def traffic_cuts(self, plan: Plan) -> TrafficCuts:

@@ -105,20 +105,20 @@ class Accelerator:
 
         Raises: PlanError: two models, or an optimizer without its model; and as :func:`~shardwright.parallelize`.
         """
-        found: dict[int, Any] = {}
-        loader = next((each for each in objects if isinstance(each, DataLoader)), None)
-        for place, each in enumerate(objects):
-            if isinstance(each, nn.Module) and not isinstance(each, StepModel):
-                found[place] = self._prepare_model(each, loader)
-        for place, each in enumerate(objects):
-            if isinstance(each, torch.optim.Optimizer):
-                found[place] = self._prepare_optimizer(each)
-            elif isinstance(each, DataLoader):
-                found[place] = _same_on_every_rank(each, self.seed)
-            elif isinstance(each, torch.optim.lr_scheduler.LRScheduler):
-                found[place] = StepSchedule(self, each)
-                self._schedulers.append(found[place])
-        prepared = tuple(found.get(place, each) for place, each in enumerate(objects))
+        by_place: dict[int, Any] = {}
+        loader = next((argument for argument in objects if isinstance(argument, DataLoader)), None)
+        for place, argument in enumerate(objects):
+            if isinstance(argument, nn.Module) and not isinstance(argument, StepModel):
+                by_place[place] = self._prepare_model(argument, loader)
+        for place, argument in enumerate(objects):
+            if isinstance(argument, torch.optim.Optimizer):
+                by_place[place] = self._prepare_optimizer(argument)
+            elif isinstance(argument, DataLoader):
+                by_place[place] = _same_on_every_rank(argument, self.seed)
+            elif isinstance(argument, torch.optim.lr_scheduler.LRScheduler):
+                by_place[place] = StepSchedule(self, argument)
+                self._schedulers.append(by_place[place])
+        prepared = tuple(by_place.get(place, argument) for place, argument in enumerate(objects))
         return prepared[0] if len(prepared) == 1 else prepared
 
     def _prepare_model(self, model: nn.Module, loader: Any) -> StepModel:
@@ -215,13 +215,13 @@ class Accelerator:
                 allowed="norm_type=2",
                 fix="leave out norm_type",
             )
-        given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        ids = {id(parameter) for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         plain = [] if self._model is None else [p for p in self._model.plain.parameters() if p.requires_grad]
-        left_out = [name for name, p in run.parameters.items() if p.requires_grad and id(p) not in given]
-        if left_out and not (plain and all(id(p) in given for p in plain)):
+        left_out = [name for name, p in run.parameters.items() if p.requires_grad and id(p) not in ids]
+        if left_out and not (plain and all(id(p) in ids for p in plain)):
             raise PlanError(
                 "gradients are clipped by the norm of the whole model",
-                given=f"{len(given)} tensors, without '{left_out[0]}'",
+                given=f"{len(ids)} tensors, without '{left_out[0]}'",
                 allowed="all parameters of the model",
                 fix="write accelerator.clip_grad_norm_(model.parameters(), max_norm)",
             )
@@ -250,7 +250,7 @@ class Accelerator:
     def save_state(self, output_dir: str | Path) -> str:
         """Saves model, optimizer and schedulers as a checkpoint that any layout loads; returns its path."""
         run = self._prepared()
-        extra = {"schedulers": [each.state_dict() for each in self._schedulers], "batches": self._num_batches}
+        extra = {"schedulers": [scheduler.state_dict() for scheduler in self._schedulers], "batches": self._num_batches}
         return str(save(Path(output_dir), run, self._optimizer, extra=extra))
 
     def load_state(self, input_dir: str | Path) -> None:
@@ -338,10 +338,10 @@ class StepModel(nn.Module):
         run, labels = self._held[2], named.get("labels")
         if not self.training:
             inputs = {key: value for key, value in named.items() if key != "labels"}
-            found = run.predict(inputs if inputs else args[0] if len(args) == 1 else args)
+            output = run.predict(inputs if inputs else args[0] if len(args) == 1 else args)
             if labels is None:
-                return found
-            return _with_loss(found, self._evaluate(named, labels))
+                return output
+            return _with_loss(output, self._evaluate(named, labels))
         if labels is None:
             return DeferredOutput(self, named if named else args[0] if len(args) == 1 else args)
         return _with_loss({}, self.take_step(named, labels, self._model_loss))
@@ -385,13 +385,13 @@ class DeferredOutput:
         """Takes the step for a loss of torch that is called on the output; other functions are refused."""
         options = dict(named or {})
         kind: Callable[..., nn.Module] | None = loss_modules().get(function)
-        output, *rest = args if args else (options.pop("input", None),)
-        targets = rest[0] if rest else options.pop("target", None)
-        if kind is None or not isinstance(output, DeferredOutput) or len(rest) > 1:
+        output, *more_args = args if args else (options.pop("input", None),)
+        targets = more_args[0] if more_args else options.pop("target", None)
+        if kind is None or not isinstance(output, DeferredOutput) or len(more_args) > 1:
             raise _too_early(getattr(function, "__name__", str(function)))
         takes = inspect.signature(kind).parameters
-        given = {key: value for key, value in options.items() if key in takes and value is not None}
-        return output.model.take_step(output.inputs, targets, as_loss(kind(**given)))
+        settings = {key: value for key, value in options.items() if key in takes and value is not None}
+        return output.model.take_step(output.inputs, targets, as_loss(kind(**settings)))
 
     def __getattr__(self, name: str) -> Any:
         if name == "loss":
@@ -445,8 +445,8 @@ class StepSchedule:
 
     def get_last_lr(self) -> list[float]:
         """Returns the learning rate of each of the script's parameter groups."""
-        found: list[float] = self.scheduler.get_last_lr()
-        return found
+        rates: list[float] = self.scheduler.get_last_lr()
+        return rates
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the schedule's state as plain data."""

@@ -283,7 +283,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises: PlanError: the file cannot be read or is not TOML, has an unknown key, or a value of the wrong type.
     """
     try:
-        found = tomllib.loads(read_text(path, MOST_TOML_BYTES, "utf-8-sig"))
+        table = tomllib.loads(read_text(path, MOST_TOML_BYTES, "utf-8-sig"))
     except OSError as failure:
         raise PlanError(
             f"cannot read '{path}'", given=str(failure), allowed="a TOML file", fix="check the path"
@@ -293,7 +293,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             f"'{path}' is not TOML", given=str(failure), allowed="key = value lines", fix="correct that line"
         ) from failure
     try:
-        return read_options(found, given_in=str(path))
+        return read_options(table, given_in=str(path))
     except RecursionError as failure:
         raise PlanError(
             f"'{path}' is nested too deeply", given=failure, allowed="one table in another", fix="correct that line"

@@ -308,12 +308,12 @@ def global_batch(dataset: Dataset, indices: Sequence[int] | Indices) -> tuple[An
         return dataset.batch([int(index) for index in indices])
     samples = [dataset.sample(int(index)) for index in indices] or [dataset.sample(0)]
     if len(indices) == 0:
-        empty: tuple[Any, Any] = tree_map(lambda each: each.new_empty((0, *each.shape)), samples[0])
+        empty: tuple[Any, Any] = tree_map(lambda leaf: leaf.new_empty((0, *leaf.shape)), samples[0])
         return empty
     try:
-        stacked: tuple[Any, Any] = tree_map(lambda *each: torch.stack(each), *samples)
+        stacked: tuple[Any, Any] = tree_map(lambda *leaves: torch.stack(leaves), *samples)
     except (RuntimeError, ValueError, TypeError) as failure:  # torch's, and pytree's of dicts with other keys
-        shapes = list(dict.fromkeys(str(tree_map(lambda each: list(each.shape), sample)) for sample in samples))
+        shapes = list(dict.fromkeys(str(tree_map(lambda leaf: list(leaf.shape), sample)) for sample in samples))
         raise PlanError(
             "the samples of a batch have different shapes",
             given=" and ".join(shapes[:2]) if len(shapes) > 1 else str(failure).splitlines()[0],

@@ -129,10 +129,10 @@ class EmergencyCheckpoint:
     def _lock_now(self) -> tuple[int, int] | None:
         """Returns the device and number of the file that locks the run's folder; None if it is gone."""
         try:
-            found = (self.out / LOCK).stat()
+            status = (self.out / LOCK).stat()
         except OSError:
             return None
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
     def _copied(self, name: str, buffer: Tensor) -> tuple[Tensor, int, Tensor]:
         """Returns a buffer, its version and a copy: the earlier copy for a large buffer that was not written since."""

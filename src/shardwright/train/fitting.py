@@ -97,7 +97,7 @@ def check_takes(
     if isinstance(failure, PlanError) and isinstance(loss, ModelLoss):
         fix = f"{failure.fix}; a factory named to the command returns the pair of its model and this loss"
         raise PlanError(failure.what, given=failure.given, allowed=failure.allowed, fix=fix) from failure
-    shapes = tree_map_only(Tensor, lambda each: f"{list(each.shape)} of {each.dtype}", batch[0])
+    shapes = tree_map_only(Tensor, lambda tensor: f"{list(tensor.shape)} of {tensor.dtype}", batch[0])
     raise PlanError(
         f"the model '{config.model}' cannot take the data '{config.data}'",
         given=f"{shapes}: {type(failure).__name__}: {failure}".splitlines()[0],

@@ -44,8 +44,8 @@ class MapDataset:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of a sample's parts; none of a sample that is a pair."""
-        found = self._read(0)
-        return tuple(found) if isinstance(found, dict) else ()
+        parts = self._read(0)
+        return tuple(parts) if isinstance(parts, dict) else ()
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -57,7 +57,7 @@ class MapDataset:
             of it is no tensor.
         """
         if self.collate is not None:
-            first: tuple[Any, Any] = tree_map(lambda each: each if is_mark(each) else each[0], self.batch([index]),
+            first: tuple[Any, Any] = tree_map(lambda leaf: leaf if is_mark(leaf) else leaf[0], self.batch([index]),
                                               is_leaf=is_mark)  # fmt: skip
             return first
         return self._paired(self._read(index))
@@ -71,7 +71,7 @@ class MapDataset:
         """
         samples = [self._found(index) for index in indices]
         pair = self._paired(self._parts(self._joined(samples)))
-        sizes = {each.shape[0] if each.dim() else None for each in sample_tensors(pair)}
+        sizes = {tensor.shape[0] if tensor.dim() else None for tensor in sample_tensors(pair)}
         if sizes != {len(samples)}:
             raise self._collated(f"{', '.join(map(str, sizes)) or 'no'} samples in dim 0, of {len(samples)}")
         return pair
@@ -105,8 +105,8 @@ class MapDataset:
 
     def _read(self, index: int) -> tuple[Any, Any] | dict[str, Any]:
         """Returns a sample as a pair or a dict of named parts; with ``collate``, a batch of that sample alone."""
-        found = self._found(index)
-        return self._parts(found if self.collate is None else self._joined([found]))
+        sample = self._found(index)
+        return self._parts(sample if self.collate is None else self._joined([sample]))
 
     def _found(self, index: int) -> Any:
         if not 0 <= index < len(self):
@@ -122,15 +122,15 @@ class MapDataset:
 
     def _tensors(self, value: Any, name: str = "") -> Any:
         if isinstance(value, Mapping):
-            return {str(key): self._tensors(each, str(key)) for key, each in value.items()}
+            return {str(key): self._tensors(part, str(key)) for key, part in value.items()}
         if isinstance(value, Tensor) or is_mark(value):
             return value
         try:
-            found = torch.as_tensor(value)
+            tensor = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError):
             where = f"'{name}' is" if name else "a pair with"
             raise self._wrong(f"{where} a {type(value).__name__}") from None
-        return found.float() if found.dtype == torch.float64 else found
+        return tensor.float() if tensor.dtype == torch.float64 else tensor
 
     def _wrong(self, given: str) -> PlanError:
         return PlanError(
@@ -165,7 +165,7 @@ def open_given(name: str, split: str) -> MapDataset:
             allowed="a function that needs no argument but split, and returns a map-style dataset",
             fix="mend it, or give what it needs a default",
         ) from failure
-    if isinstance(dataset, tuple | list) and len(dataset) == 2 and all(isinstance(each, Dataset) for each in dataset):
+    if isinstance(dataset, tuple | list) and len(dataset) == 2 and all(isinstance(part, Dataset) for part in dataset):
         dataset = {"train": dataset[0], "eval": dataset[1]}  # what random_split returns
     if isinstance(dataset, Mapping) and split in dataset:
         dataset, takes_split = dataset[split], True

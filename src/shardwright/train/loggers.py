@@ -76,7 +76,7 @@ def logger_names(text: str) -> list[str]:
     >>> logger_names("tensorboard, mine.package:log")
     ['tensorboard', 'mine.package:log']
     """
-    return [name for each in text.split(",") if (name := each.strip())]
+    return [name for entry in text.split(",") if (name := entry.strip())]
 
 
 def check_loggers(names: Sequence[str]) -> None:

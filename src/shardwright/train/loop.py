@@ -147,8 +147,8 @@ def train(
 
 def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
     """Checks, without ranks, that data exist, the layout fits the model, and ``out`` is free or can be resumed."""
-    model, loss, model_config, data = found = opened(config)
-    other_split(config, found, "eval")
+    model, loss, model_config, data = training_job = opened(config)
+    other_split(config, training_job, "eval")
     layout, inputs = Layout.parse(config.layout), inputs_of(data, config.batch)
     check_room(model, layout)
     if model_config is None:
@@ -223,8 +223,8 @@ class _Training:
         self.command = command
         if config.deterministic:
             devices.use_deterministic_kernels()
-        plain, loss, _, self.data = found = opened(config)
-        self.eval_data = other_split(config, found, "eval")
+        plain, loss, _, self.data = training_job = opened(config)
+        self.eval_data = other_split(config, training_job, "eval")
         self.order = SampleOrder(len(self.data), config.batch, config.seed)
         self.tokens_per_sample = 0 if collates(self.data) else num_tokens(self.data)  # batches may differ in length
         self.seconds = agreed_seconds(config, world)
@@ -300,8 +300,8 @@ class _Training:
         stopped = diverged = False
         with self.locks, self._profiled, self.log as log:
             is_tuned = config.weights and config.eval_every and not self.first_step and not config.ema
-            if is_tuned and (found := self._evaluate()):  # it is empty if the run is stopped
-                log.warn(f"before the first step: eval loss {found['eval_loss']:.4f}")
+            if is_tuned and (figures := self._evaluate()):  # it is empty if the run is stopped
+                log.warn(f"before the first step: eval loss {figures['eval_loss']:.4f}")
             if self._num_left:
                 self._ahead = self._part(self.data, self.order.batch(self.first_step))
             while self._num_left and not stopped:
@@ -329,11 +329,11 @@ class _Training:
                 if diverged:
                     log.warn(f"warning: step {row['step']} went wrong, {' and '.join(broken)}: the run ends here")
                     break
-                done = self.run.num_steps
+                num_steps = self.run.num_steps
                 if failed:
                     self._end_saved()
-                due = warned or (config.save_every and done % config.save_every == 0)
-                if due and done < config.last_step and not stopped:
+                due = warned or (config.save_every and num_steps % config.save_every == 0)
+                if due and num_steps < config.last_step and not stopped:
                     self._save(wait=not config.save_async)
             if (rows or self.saved is None) and not diverged:
                 self._save()
@@ -427,7 +427,7 @@ class _Training:
         def parts() -> Iterator[Microbatch]:
             nonlocal is_stopped
             for i in range(count):
-                start, stop = (num * each // count for each in (i, i + 1))
+                start, stop = (num * index // count for index in (i, i + 1))
                 # a stop signal has only so long until ranks are killed, and the step is not saved yet
                 is_stopped = i > 0 and any(self._on_any_rank(self.stop.requested))
                 if is_stopped:

@@ -74,8 +74,8 @@ def agreed_seconds(config: TrainConfig, world: World) -> dict[str, float]:
         mine = predicted_seconds(config) if world.rank == 0 else {}
     else:
         return {}
-    found: dict[str, float] = gather_json(world.everyone(), mine)[0]
-    return found
+    seconds: dict[str, float] = gather_json(world.everyone(), mine)[0]
+    return seconds
 
 
 def predicted_seconds(config: TrainConfig) -> dict[str, float]:
@@ -172,8 +172,8 @@ def memory_of_ranks(everyone: Axis) -> RankMemory:
 def _of_ranks(mine: list[int], everyone: Axis) -> list[list[int]]:
     """Returns, for each place in ``mine``, the numbers that all ranks have there; all ranks call it."""
     numbers = torch.tensor([mine], dtype=torch.int64, device=everyone.device)
-    found: list[list[int]] = everyone.for_strategy("progress").all_gather(numbers).T.tolist()
-    return found
+    columns: list[list[int]] = everyone.for_strategy("progress").all_gather(numbers).T.tolist()
+    return columns
 
 
 @lru_cache(maxsize=1)
@@ -186,10 +186,10 @@ def _memory_here(device: torch.device) -> tuple[int, int]:
     """Returns the most bytes that this rank has held so far, and the bytes that it holds now."""
     if device.type not in devices.HOST:
         return devices.peak_bytes(device), devices.held_bytes(device)
-    found = _process(os.getpid()).memory_info()
+    memory = _process(os.getpid()).memory_info()
     if sys.platform == "win32":
-        return int(found.peak_wset), int(found.rss)
+        return int(memory.peak_wset), int(memory.rss)
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return max(peak, found.rss), int(found.rss)
+    return max(peak, memory.rss), int(memory.rss)

@@ -103,6 +103,6 @@ def num_tokens(data: Dataset) -> int:
 
 def _takes(model: nn.Module, name: str) -> bool:
     """Returns whether the model's forward has an argument of this name, or passes it on to a model that it wraps."""
-    known = inspect.signature(model.forward).parameters
-    passes_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
-    return name in known or (passes_on and any(_takes(module, name) for module in model.children()))
+    parameters = inspect.signature(model.forward).parameters
+    passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return name in parameters or (passes_on and any(_takes(module, name) for module in model.children()))

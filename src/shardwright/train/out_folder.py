@@ -52,8 +52,8 @@ def locked_folder(world: World, out: Path, *, new: bool = False) -> Iterator[IO[
                 file = stack.enter_context(_locked_file(out, new=new))
             except PlanError as failure:  # the other ranks would wait for this one
                 problem = str(failure)
-        if found := first_problem(everyone, problem):
-            raise PlanError(found[1])
+        if first_failure := first_problem(everyone, problem):
+            raise PlanError(first_failure[1])
         yield file
 
 

@@ -124,7 +124,7 @@ def _is_shifted(run: Run, data: Dataset) -> bool:
 def _evaluate(
     world: World, config: TrainConfig, folder: Path, layout: Layout, num: int, split: Split, averages: bool
 ) -> dict[str, Any]:
-    run, data, found = _opened(world, config, folder, layout, split, averages=averages)
+    run, data, facts = _opened(world, config, folder, layout, split, averages=averages)
     num = min(num or len(data), len(data))
     right, count = 0, 0
     ignored = getattr(run.loss, "ignore_index", None)
@@ -136,21 +136,21 @@ def _evaluate(
             yield from run.shard([(inputs, targets)])
             matches = _is_right(scores_of(run.predict(inputs)), targets, shifted=shifted)
             if matches is not None:
-                wanted = targets[:, 1:] if shifted else targets
-                counted = torch.ones_like(matches) if ignored is None else wanted.cpu() != ignored
+                labels = targets[:, 1:] if shifted else targets
+                counted = torch.ones_like(matches) if ignored is None else labels.cpu() != ignored
                 right, count = right + int(matches[counted].sum()), count + int(counted.sum())
 
     loss = run.evaluate_all(parts()).item()
-    return {"loss": loss, "accuracy": right / count if count else None, "samples": num, **found}
+    return {"loss": loss, "accuracy": right / count if count else None, "samples": num, **facts}
 
 
 def _predict(
     world: World, config: TrainConfig, folder: Path, layout: Layout, num: int, split: Split, averages: bool,
     to: Path | None,
 ) -> dict[str, Any]:  # fmt: skip
-    run, data, found = _opened(world, config, folder, layout, split, averages=averages)
+    run, data, facts = _opened(world, config, folder, layout, split, averages=averages)
     num = min(num, len(data))
-    outputs, wanted = [], []
+    outputs, target_batches = [], []
     for inputs, targets in _batches(data, num, config.batch, says=f"predicted of {split}" * (world.rank == 0)):
         output = scores_of(run.predict(inputs))
         if not isinstance(output, Tensor):
@@ -161,7 +161,7 @@ def _predict(
                 fix="return the tensor alone, or call run.predict in a script",
             )
         outputs.append(output.cpu())
-        wanted.append(targets)
+        target_batches.append(targets)
         if output.shape[1:] != outputs[0].shape[1:]:
             raise PlanError(
                 "the outputs of two batches have different shapes, and are joined to one tensor",
@@ -169,11 +169,11 @@ def _predict(
                 allowed="one shape but for the samples: batches that are collated to one length",
                 fix=f"write --batch {num}, for one batch, or pad all samples alike",
             )
-    whole, truth = torch.cat(outputs), torch.cat(wanted)
+    whole, truth = torch.cat(outputs), torch.cat(target_batches)
     is_class = _is_right(whole, truth, shifted=False) is not None
     if to is not None and world.rank == 0:
         tensors = {"outputs": whole, "targets": truth}
-        table = [WeightEntry((name,), each.dtype, tuple(each.shape)) for name, each in tensors.items()]
+        table = [WeightEntry((name,), tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         write_safetensors(to, table, zip(table, tensors.values(), strict=True))
     shown = whole.argmax(-1) if is_class else whole
     if is_class and _is_shifted(run, data):
@@ -186,5 +186,5 @@ def _predict(
     return {
         "texts": texts,
         "predictions": shown.tolist(), "targets": truth.tolist(), "samples": num,
-        "file": str(to) if to is not None else None, **found,
+        "file": str(to) if to is not None else None, **facts,
     }  # fmt: skip

@@ -79,11 +79,11 @@ def predicted_step(config: TrainConfig, ranks: Ranks, cluster: str | None = None
     job = job_for(model, loss, layout, batch[0], config.num_tokens, config.roles)
     if config.cluster:  # as the run was cut
         job = job._replace(seconds=by_price(job, layout, config.cluster).seconds)
-    found = cluster_for(text, layout.num_ranks) if text else None
+    hardware = cluster_for(text, layout.num_ranks) if text else None
     options = {"lr": config.lr, "betas": (0.9, 0.95), "weight_decay": config.weight_decay, "fused": True}
     with collection_paused():
         return predict_step(
-            job, layout, batch, found, device_type=device_type, ranks=ranks, optimizer=torch.optim.AdamW, **options
+            job, layout, batch, hardware, device_type=device_type, ranks=ranks, optimizer=torch.optim.AdamW, **options
         )
 
 
@@ -99,7 +99,7 @@ def note_predicted(config: TrainConfig, out: Path, ranks: Ranks, last_step: int)
         first_step = parts_of(out)[-1]["first_step"]
         if last_step - first_step < LEAST_STEPS:
             return
-        found = predicted_step(config, ranks)
+        prediction = predicted_step(config, ranks)
     except Exception as problem:  # of the user's model or dataset, too: the run itself has ended well
         what = (
             problem.what
@@ -111,4 +111,4 @@ def note_predicted(config: TrainConfig, out: Path, ranks: Ranks, last_step: int)
     # the run's lock was released, so that another run may write to the folder now: then it is left as it is
     with suppress(OSError, ValueError, KeyError, CheckpointError), (out / LOCK).open("r+") as file:
         if lock(file) and parts_of(out)[-1]["first_step"] == first_step:
-            note_figures(out, predicted=found)
+            note_figures(out, predicted=prediction)

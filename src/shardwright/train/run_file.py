@@ -90,10 +90,10 @@ def parts_of(out: Path) -> list[dict[str, Any]]:
     Raises: CheckpointError: there is no run in ``out``, or its ``run.json`` is damaged.
     """
     options_of(out)  # raises if it is no run
-    kept = _run_file(out)
-    listed = kept.get("parts")
-    found = [part for part in listed if _is_part(part)] if isinstance(listed, list) else []
-    return found or [{"first_step": 0, **{key: kept[key] for key in _OF_A_PART if key in kept}}]
+    record = _run_file(out)
+    listed = record.get("parts")
+    parts = [part for part in listed if _is_part(part)] if isinstance(listed, list) else []
+    return parts or [{"first_step": 0, **{key: record[key] for key in _OF_A_PART if key in record}}]
 
 
 def parts_before(out: Path, first_step: int) -> list[dict[str, Any]]:
@@ -142,10 +142,10 @@ def read_run(out: Path, *, model: str | None = None, data: str | None = None) ->
         named.
     """
     options = options_of(out)
-    found = options.get("model", TrainConfig.model)
-    if model is not None and model != found:
+    run_model = options.get("model", TrainConfig.model)
+    if model is not None and model != run_model:
         raise CheckpointError(
-            f"the run in '{out}' has another model", given=model, allowed=found, fix=f"write --model {found}"
+            f"the run in '{out}' has another model", given=model, allowed=run_model, fix=f"write --model {run_model}"
         )
     if data is not None:
         options["data"] = data
@@ -168,8 +168,8 @@ def check_named(options: Mapping[str, Any], given_in: str, *, model: str | None,
       allowed: a factory that the command names too, or other data
       fix:     if you trust that code, add --data a:b
     """
-    found, source = options.get("model", TrainConfig.model), options.get("data", TrainConfig.data)
-    unnamed = {"model": found} if ":" in found and found != model else {}
+    model_name, source = options.get("model", TrainConfig.model), options.get("data", TrainConfig.data)
+    unnamed = {"model": model_name} if ":" in model_name and model_name != model else {}
     unnamed |= {"data": source} if is_factory(source) and source != data else {}
     if unnamed:
         flags = " ".join(f"--{option} {name}" for option, name in unnamed.items())
@@ -190,19 +190,19 @@ def noted_data(out: Path) -> Mapping[str, Any]:
     is damaged.
     """
     options_of(out)  # raises if it is no run
-    found = _run_file(out).get("data", {})
-    if isinstance(found, dict) and all(map(_is_fingerprint, found.values())):
-        return found
+    fingerprints = _run_file(out).get("data", {})
+    if isinstance(fingerprints, dict) and all(map(_is_fingerprint, fingerprints.values())):
+        return fingerprints
     raise CheckpointError(
         f"{RUN_FILE} of '{out}' is damaged: it does not say which data the run was started with",
-        given=f"data = {found!r:.80}",
+        given=f"data = {fingerprints!r:.80}",
         allowed="for each file its size in bytes and its SHA-256",
         fix="restore the file, or add --changed-data to go on without a comparison",
     )
 
 
 def _is_fingerprint(value: Any) -> bool:
-    return isinstance(value, list) and [type(each) for each in value] == [int, str]
+    return isinstance(value, list) and [type(entry) for entry in value] == [int, str]
 
 
 def _run_file(out: Path) -> Any:
@@ -215,8 +215,8 @@ def options_of(out: Path) -> dict[str, Any]:
     Raises: CheckpointError: the file is missing or damaged.
     """
     try:
-        found = _run_file(out)
-        options = read_options(found["options"], given_in=RUN_FILE)
+        record = _run_file(out)
+        options = read_options(record["options"], given_in=RUN_FILE)
         return {key: value for key, value in options.items() if key not in ("stop_at", "profile")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
         near = folders_near(out, lambda folder: (folder / RUN_FILE).is_file())
@@ -234,10 +234,10 @@ def run_name_in(out: Path) -> str | None:
     It is None if there is no run that can be read, or the run was begun without ``torchrun``.
     """
     try:
-        found = _run_file(out).get("torchrun")
+        job_id = _run_file(out).get("torchrun")
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
-    return found if isinstance(found, str) else None
+    return job_id if isinstance(job_id, str) else None
 
 
 def started_again(out: Path) -> bool:

@@ -40,7 +40,7 @@ def check_regular(out: Path) -> None:
 
 def _as_text(value: Any) -> Any:
     """Returns an option as text, so that settings given as text or as numbers compare equal."""
-    return {key: str(each) for key, each in value.items()} if isinstance(value, Mapping) else str(value)
+    return {key: str(setting) for key, setting in value.items()} if isinstance(value, Mapping) else str(value)
 
 
 def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ def check_same_data(config: TrainConfig, before: Mapping[str, Any]) -> None:
     for file in sorted(before.keys() | now.keys()):
         if before.get(file) == now.get(file):
             continue
-        sizes = [f"{each[0]:,} bytes" if each else "no file" for each in (before.get(file), now.get(file))]
+        sizes = [f"{entry[0]:,} bytes" if entry else "no file" for entry in (before.get(file), now.get(file))]
         what = "another beginning or end" if sizes[0] == sizes[1] else f"{sizes[1]}, {sizes[0]} at the run's start"
         raise PlanError(
             "the data have changed since the run was started",

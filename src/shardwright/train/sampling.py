@@ -60,11 +60,11 @@ def sample(
     if not prompt:
         raise PlanError("the prompt is empty", given="no text", allowed="at least one character", fix="--prompt 'def '")
     words = None if tokenizer is None else _tokenizer_of(tokenizer)
-    given: str | list[int] = prompt if words is None else words.encode(prompt)
-    found = launch(_rank, layout, config, run, layout, given, num, temperature, seed, averages, ranks=ranks)[0]
-    if isinstance(found, str):
-        return found
-    return " ".join(map(str, found)) if words is None else str(words.decode(found))
+    model_prompt: str | list[int] = prompt if words is None else words.encode(prompt)
+    output = launch(_rank, layout, config, run, layout, model_prompt, num, temperature, seed, averages, ranks=ranks)[0]
+    if isinstance(output, str):
+        return output
+    return " ".join(map(str, output)) if words is None else str(words.decode(output))
 
 
 def _tokenizer_of(folder: Path) -> Any:
@@ -93,10 +93,10 @@ def _tokens_of(prompt: str | list[int], model: nn.Module) -> list[int]:
     size, ends = getattr(config, "vocab_size", None), getattr(config, "eos_token_id", None)
     allowed = "token ids with spaces between" + (f", from 0 to {size - 1}" if size else "")
     try:
-        found = [int(word) for word in prompt.split()] if isinstance(prompt, str) else prompt
+        tokens = [int(word) for word in prompt.split()] if isinstance(prompt, str) else prompt
     except ValueError:
-        found = []
-    if not found or min(found) < 0 or (size and max(found) >= size):
+        tokens = []
+    if not tokens or min(tokens) < 0 or (size and max(tokens) >= size):
         raise PlanError(
             "the prompt is not of tokens of this model",
             given=repr(prompt),
@@ -104,8 +104,8 @@ def _tokens_of(prompt: str | list[int], model: nn.Module) -> list[int]:
             fix='write --prompt "1 15 27", or --tokenizer with the folder that the weights came from',
         )
     by_tokenizer, is_decoder = not isinstance(prompt, str), not getattr(config, "is_encoder_decoder", False)
-    is_ended = found[-1] in (ends if isinstance(ends, list) else [ends])
-    return found[:-1] if by_tokenizer and is_decoder and is_ended and len(found) > 1 else found
+    is_ended = tokens[-1] in (ends if isinstance(ends, list) else [ends])
+    return tokens[:-1] if by_tokenizer and is_decoder and is_ended and len(tokens) > 1 else tokens
 
 
 def _generated(run: Run, prompt: str | list[int], num: int, temperature: float, seed: int) -> list[int]:
@@ -119,8 +119,8 @@ def _generated(run: Run, prompt: str | list[int], num: int, temperature: float, 
     ids = torch.tensor([tokens])
     drawn = {"do_sample": True, "temperature": temperature} if draws else {"do_sample": False}
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    found: list[int] = run.generate(inputs, seed=seed, max_new_tokens=num, **drawn)[0].tolist()
-    return found
+    token_ids: list[int] = run.generate(inputs, seed=seed, max_new_tokens=num, **drawn)[0].tolist()
+    return token_ids
 
 
 def _rank(
@@ -132,9 +132,9 @@ def _rank(
         plain, loss, model_config = config.build()
     example, data = config.example(model_config), None
     if model_config is None:  # a user's own model is read on its data, which say how its samples become pairs
-        found = opened(config)
-        plain, loss, example = found.model, found.loss, inputs_of(found.data, config.batch)
-        data = other_split(config, found, "eval")
+        training_job = opened(config)
+        plain, loss, example = training_job.model, training_job.loss, inputs_of(training_job.data, config.batch)
+        data = other_split(config, training_job, "eval")
     run = parallelize(
         plain, layout, world, loss=loss, seed=config.seed, roles=config.roles,
         example=example,

@@ -107,14 +107,14 @@ class StepRecording:
         Traffic: one gather of texts.
         """
         seconds = self._times.seconds if self._times is not None else {}
-        own = {"operators": seconds, "waits": self._wait_s, "update_s": self._update_s, "held": self._held,
-               "sent": self._sent}  # fmt: skip
-        found = gather_json(everyone, own)
+        rank_figures = {"operators": seconds, "waits": self._wait_s, "update_s": self._update_s, "held": self._held,
+                        "sent": self._sent}  # fmt: skip
+        all_figures = gather_json(everyone, rank_figures)
         return {
             "step_s": step_s,
-            "waterfall": _waterfall(max(found, key=lambda each: sum(each["operators"].values())), step_s),
-            "memory_by_kind": max((each["held"] for each in found), key=lambda held: sum(held.values())),
-            "traffic_by_axis": max((each["sent"] for each in found), key=lambda sent: sum(sent.values())),
+            "waterfall": _waterfall(max(all_figures, key=lambda figures: sum(figures["operators"].values())), step_s),
+            "memory_by_kind": max((figures["held"] for figures in all_figures), key=lambda held: sum(held.values())),
+            "traffic_by_axis": max((figures["sent"] for figures in all_figures), key=lambda sent: sum(sent.values())),
         }
 
     def _bytes(self, records: Sequence[Record]) -> Counter[str]:
@@ -130,16 +130,16 @@ def _waterfall(rank: Mapping[str, Any], step_s: float | None) -> dict[str, float
     if step_s is None or not rank["operators"]:
         return {}
     axis_of = {mesh: name for name, axis in layout_axes().items() for mesh in axis.all_mesh_axes}
-    found: defaultdict[str, float] = defaultdict(float, rank["operators"])
+    by_part: defaultdict[str, float] = defaultdict(float, rank["operators"])
     for axis, seconds in rank["waits"].items():
         first = axis.partition("+")[0]
         if first in axis_of:
-            found["bubble" if first in mesh_axes("stages") else axis_of[first]] += seconds
-    found["optimizer"] = rank["update_s"] or 0.0
-    rest = step_s - sum(found.values())
-    if rest < 0:  # the step that was looked at took longer than most
-        return {name: seconds * step_s / (step_s - rest) for name, seconds in found.items()}
-    return {**found, "other": rest}
+            by_part["bubble" if first in mesh_axes("stages") else axis_of[first]] += seconds
+    by_part["optimizer"] = rank["update_s"] or 0.0
+    remainder = step_s - sum(by_part.values())
+    if remainder < 0:  # the step that was looked at took longer than most
+        return {name: seconds * step_s / (step_s - remainder) for name, seconds in by_part.items()}
+    return {**by_part, "other": remainder}
 
 
 class OperatorTimes(DispatchMode):

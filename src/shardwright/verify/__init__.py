@@ -199,16 +199,16 @@ def _error_in(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batc
         own.to_empty(device="cpu")  # operators on the meta device take tensors of unlike dtypes
     inputs, targets = tree_map_only(Tensor, partial(_cast, dtype), batch)
     try:
-        found, _ = sum_and_count(copy.deepcopy(loss)(call_plainly(own, inputs), unmarked(targets)))
-        found.backward()
+        loss_sum, _ = sum_and_count(copy.deepcopy(loss)(call_plainly(own, inputs), unmarked(targets)))
+        loss_sum.backward()
     except Exception as error:  # the model's own code may raise anything in a dtype that it does not run in
         return first_line(error)
     for name, parameter in own.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != dtype:
             return f"its forward converts '{name}' to {str(parameter.dtype).removeprefix('torch.')}"
     has_values = not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    if has_values and not found.isfinite():
-        return f"its loss is {found.item()}"
+    if has_values and not loss_sum.isfinite():
+        return f"its loss is {loss_sum.item()}"
     unknown = first_not_finite({name: parameter.grad for name, parameter in own.named_parameters()})
     return f"the gradient of '{unknown}' is not finite" if has_values and unknown else None
 
@@ -233,23 +233,23 @@ def _compared(
         expected = reference(plain, loss, batches, seed, plan, draws, unrecorded=unrecorded)
         work = (plain, layout, batches, loss, seed, expected.eps, job.roles, job.seconds)
         if launcher is not None:
-            found = launcher(_rank, *work, strategies, alter)
+            outcomes = launcher(_rank, *work, strategies, alter)
         elif ranks == "processes":
             assert alter is None, "threads only"
             assert strategies is None, "threads only"
-            found = launch(_rank, layout, *work, ranks="processes", debug=True)
+            outcomes = launch(_rank, layout, *work, ranks="processes", debug=True)
         else:
-            found = launch(_rank, layout, *work, strategies, alter, ranks="threads")
+            outcomes = launch(_rank, layout, *work, strategies, alter, ranks="threads")
     narrow = compute_dtype(dtype, plan.layout)
-    given = (plain, loss, batches, seed, plan, draws)
-    device = next((each.device for each in found if each.device != "cpu"), "cpu")
+    arguments = (plain, loss, batches, seed, plan, draws)
+    device = next((outcome.device for outcome in outcomes if outcome.device != "cpu"), "cpu")
 
     def measure(differing: Mapping[tuple[str, str], float]) -> DeviceDifference:
         if narrow == dtype:
-            return own_errors(*given, dtype, expected, device, differing)
-        return narrow_errors(*given, expected, narrow, NARROW_FLOOR, device)  # of all tensors
+            return own_errors(*arguments, dtype, expected, device, differing)
+        return narrow_errors(*arguments, expected, narrow, NARROW_FLOOR, device)  # of all tensors
 
-    return compare_outcomes(plan, expected, found, dtype, measure, shares_of(job, plan))
+    return compare_outcomes(plan, expected, outcomes, dtype, measure, shares_of(job, plan))
 
 
 @exact_float32()
@@ -317,8 +317,8 @@ def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 def _fitting(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batch) -> nn.Module:
     """Returns the loss, or one whose float32 networks, as of a frozen teacher, are in ``dtype``, if that alone runs."""
     modules = (loss, *unregistered(loss))
-    held = (each for module in modules for each in (*module.parameters(), *module.buffers()))
-    if dtype == torch.float32 or all(each.dtype != torch.float32 for each in held):
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    if dtype == torch.float32 or all(tensor.dtype != torch.float32 for tensor in tensors):
         return loss
     if _error_in(dtype, model, loss, batch) is None:
         return loss

@@ -101,21 +101,21 @@ def _errors(
 def _presence(name: str, expected: TrainingOutcome, found: Mapping[int, TrainingOutcome]) -> str:
     """Returns text on a gradient that only one side has; an empty text for any other."""
     whole = expected.gradients.get(name)
-    for rank, each in found.items() if name in expected.gradients else ():
-        actual = each.gradients.get(name)
+    for rank, outcome in found.items() if name in expected.gradients else ():
+        actual = outcome.gradients.get(name)
         if whole is None and actual is not None and actual.numel():
             kind = "one" if actual.any() else "one of zeros"
             return f"'{name}' has no gradient on one device, and {kind} on rank {rank}: with it, weight decay applies"
-        if whole is not None and actual is None and name in each.gradients and name in each.parameters:
+        if whole is not None and actual is None and name in outcome.gradients and name in outcome.parameters:
             return f"'{name}' has a gradient on one device, and none on rank {rank}"
     return ""
 
 
 def _nan_of(expected: TrainingOutcome) -> str:
     """Returns text on a loss or gradient of one device that is not finite, which nothing equals; "" without one."""
-    found = next(((n, each) for n, each in enumerate(expected.losses, 1) if not math.isfinite(each)), None)
-    if found is not None:
-        return f"the loss of one device itself is {found[1]} in step {found[0]}"
+    step_and_loss = next(((n, loss) for n, loss in enumerate(expected.losses, 1) if not math.isfinite(loss)), None)
+    if step_and_loss is not None:
+        return f"the loss of one device itself is {step_and_loss[1]} in step {step_and_loss[0]}"
     unknown = first_not_finite(expected.gradients)
     return f"the gradient of '{unknown}' on one device itself is not finite" if unknown else ""
 
@@ -152,7 +152,7 @@ def compare_outcomes(
     every = ((kind, name, error) for kind, errors in kinds.items() for name, error in errors.items())
     differing = {(kind, name): error for kind, name, error in every if not error <= tolerance}
     own = measure(differing) if differs else None
-    numbers = {name for name, each in expected.parameters.items() if each.numel() == 1}
+    numbers = {name for name, parameter in expected.parameters.items() if parameter.numel() == 1}
     allowed, own_error = _allowed(own, tolerance, numbers)
     errors = {
         name: _largest((gradients.get(name, 0.0), parameters.get(name, 0.0))) for name in expected.parameters
@@ -186,9 +186,9 @@ def compare_outcomes(
         allowed=max(allowed(kind, beyond[0] if beyond else worst) for kind in ("gradients", "later")),
         own_error=own_error,
         presence=next(filter(None, said), ""),
-        shares={each.factor: each.share for each in cuts},
-        flops={each.factor: each.flops for each in cuts if each.flops is not None},
-        left_whole="; ".join(str(each) for each in cuts if each.is_low),
+        shares={cut_share.factor: cut_share.share for cut_share in cuts},
+        flops={cut_share.factor: cut_share.flops for cut_share in cuts if cut_share.flops is not None},
+        left_whole="; ".join(str(cut_share) for cut_share in cuts if cut_share.is_low),
     )
 
 
@@ -206,19 +206,19 @@ def _outcome_errors(
 ) -> _OutcomeErrors:
     """Returns the errors of ranks' outcomes; unless ``exact``, those of the first step's loss and gradients alone."""
     layouts = {name: state.gradient for name, state in plan.state.items()}
-    local = {rank: each.gradients for rank, each in by_rank.items()}
+    local = {rank: outcome.gradients for rank, outcome in by_rank.items()}
     gradients = _errors(layouts, plan.mesh, expected.gradients, local, floor)
     parameters, buffers = dict[str, float](), dict[str, float]()
     if exact:
         layouts = {name: state.parameter for name, state in plan.state.items()}
-        after = {rank: each.parameters for rank, each in by_rank.items()}
+        after = {rank: outcome.parameters for rank, outcome in by_rank.items()}
         parameters = _errors(layouts, plan.mesh, expected.parameters, after)
-        buffers = _buffer_errors(plan, expected, {rank: each.buffers for rank, each in by_rank.items()})
+        buffers = _buffer_errors(plan, expected, {rank: outcome.buffers for rank, outcome in by_rank.items()})
     num_losses = len(expected.losses) if exact else 1
     loss = _largest(
         abs(actual - reference) / max(abs(reference), 1e-30)
-        for each in by_rank.values()
-        for actual, reference in list(zip(each.losses, expected.losses, strict=True))[:num_losses]
+        for outcome in by_rank.values()
+        for actual, reference in list(zip(outcome.losses, expected.losses, strict=True))[:num_losses]
     )
     return _OutcomeErrors(gradients, parameters, buffers, loss)
 

@@ -171,7 +171,7 @@ def reference(
         optimizer.step()
     outcome.parameters = {name: p.detach().cpu() for name, p in model.named_parameters()}
     # buffers that the steps have added are caches
-    outcome.buffers = {name: each for name, each in copied_buffers(model).items() if name in before}
+    outcome.buffers = {name: buffer for name, buffer in copied_buffers(model).items() if name in before}
     outcome.changed = _changed(before, outcome.buffers)
     return outcome
 
@@ -196,7 +196,7 @@ def _backward(sums: Sequence[tuple[Tensor, Tensor]], model: nn.Module, scale: fl
 
     ``sums`` are the loss and the count of targets of each part of the batch. The loss is multiplied by ``scale``.
     """
-    loss_sum = torch.stack([each for each, _ in sums]).sum()
+    loss_sum = torch.stack([part_sum for part_sum, _ in sums]).sum()
     mean, divisor = mean_of(loss_sum, sum(float(count.detach()) for _, count in sums))
     if any(count.requires_grad for _, count in sums):  # a mean by weights that the model computes
         mean, _ = mean_of(loss_sum, torch.stack([count for _, count in sums]).sum())
@@ -275,7 +275,7 @@ def scales(named: Mapping[str, Tensor | None], floor: float) -> dict[str, float]
 
 def first_not_finite(named: Mapping[str, Tensor | None]) -> str:
     """Returns the name of the first tensor that has a NaN or infinite element, or ""."""
-    return next((name for name, each in named.items() if each is not None and not each.isfinite().all()), "")
+    return next((name for name, tensor in named.items() if tensor is not None and not tensor.isfinite().all()), "")
 
 
 def _largest(named: Mapping[str, Tensor | None]) -> float:
@@ -305,17 +305,17 @@ class RoundingRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = _dtypes((args, kwargs or {}))
+        dtypes = _dtypes((args, kwargs or {}))
         output = function(*args, **(kwargs or {}))
-        if self.dtype in given:
+        if self.dtype in dtypes:
             self.narrowest = min((self.narrowest, *_dtypes(output)), key=lambda dtype: torch.finfo(dtype).bits)
         return output
 
 
 def _dtypes(tree: Any) -> set[torch.dtype]:
     """Returns the floating-point dtypes of a tree's tensors; for complex ones, the dtype of their parts."""
-    found = {leaf.dtype for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
-    real = {dtype.to_real() if dtype.is_complex else dtype for dtype in found}
+    dtypes = {leaf.dtype for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+    real = {dtype.to_real() if dtype.is_complex else dtype for dtype in dtypes}
     return {dtype for dtype in real if dtype.is_floating_point}
 
 
@@ -358,10 +358,10 @@ def own_errors(
     changed = {name: expected.buffers[name] for name in expected.changed}
     small = {key: error for key, error in differing.items() if error <= h}
     pairs: list[tuple[TrainingOutcome, TrainingOutcome]] = []
-    found: list[dict[_TensorKey, float]] = []
+    pair_errors: list[dict[_TensorKey, float]] = []
     while len(pairs) < _NUM_PAIRS or (
         len(pairs) < _MOST_PAIRS
-        and any(max(each.get(key, 0.0) for each in found) < error for key, error in small.items())
+        and any(max(errors.get(key, 0.0) for errors in pair_errors) < error for key, error in small.items())
     ):
         # ranks divide their losses by the number of targets that they expect; each odd divisor rounds otherwise
         scales_of_pair = (1 / (4 * len(pairs) + odd) for odd in (3, 5))
@@ -373,8 +373,8 @@ def own_errors(
             "later": _differences(differences, up.parameters, down.parameters, expected.parameters)
             | _differences(differences, up.buffers, down.buffers, changed),
         }
-        found.append(_by_key(of))
-    own = _medians(h, found)
+        pair_errors.append(_by_key(of))
+    own = _medians(h, pair_errors)
     losses = [max(_differences(differences, *map(_losses_of, (*pair, expected))).values()) for pair in pairs]
     of_loss = [torch.finfo(expected.loss_dtype).eps]  # a number of few digits, which two runs often round alike
     if device != "cpu":
@@ -415,21 +415,21 @@ def narrow_errors(
             reference, plain, loss, batches[:1], seed, plan, draws, eps=expected.eps,
             shift=partial(_shift, step, number), narrow=narrow, device=place,
         )  # fmt: skip
-        found = _with_loss_scale(run, loss_scale) if narrow == torch.float16 else run()
+        outcome = _with_loss_scale(run, loss_scale) if narrow == torch.float16 else run()
         for name, scale in scales(expected.gradients, floor).items():
-            a, b = found.gradients.get(name), expected.gradients[name]
+            a, b = outcome.gradients.get(name), expected.gradients[name]
             if a is not None and b is not None and b.numel():
                 errors[name] = max(errors.get(name, 0.0), float((a.to(b.dtype) - b).abs().max()) / scale)
-        losses.append(abs(found.losses[0] - expected.losses[0]) / max(abs(expected.losses[0]), 1e-30))
+        losses.append(abs(outcome.losses[0] - expected.losses[0]) / max(abs(expected.losses[0]), 1e-30))
     return DeviceDifference(narrow, max(losses), errors, {})
 
 
 def _with_loss_scale(run: Callable[..., TrainingOutcome], scale: LossScale) -> TrainingOutcome:
     """Returns the outcome of a run in fp16; ``scale`` is halved until no gradient overflows, as in training."""
     while True:
-        found = run(scale=scale.value)
-        if not first_not_finite(found.gradients) or scale.value <= LEAST_SCALE:
-            return found
+        outcome = run(scale=scale.value)
+        if not first_not_finite(outcome.gradients) or scale.value <= LEAST_SCALE:
+            return outcome
         scale.update(finite=False)
 
 
@@ -480,5 +480,5 @@ def _medians(rounding: float, found: Sequence[Mapping[_TensorKey, float]]) -> di
     A gradient that comes from one rounded number has no second difference where that number moved up as far in one run
     as down in the other. So its median may be 0 by chance, although it rounds.
     """
-    values = {name: [each.get(name, 0.0) for each in found] for name in found[0]}
-    return {name: max(median(each), min(max(each), rounding / 3)) for name, each in values.items()}
+    values = {name: [errors.get(name, 0.0) for errors in found] for name in found[0]}
+    return {name: max(median(errors), min(max(errors), rounding / 3)) for name, errors in values.items()}

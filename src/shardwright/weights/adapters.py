@@ -61,7 +61,7 @@ def adapter_names(model: nn.Module, adapter: str, names: Collection[str]) -> dic
         for module in hooks:  # those of ZeRO refuse reads of values, and here the names alone are read
             module._state_dict_pre_hooks = OrderedDict()
         with torch._C.DisableTorchFunctionSubclass():  # so do the parameters that ZeRO has resharded
-            found = get_peft_model_state_dict(
+            state = get_peft_model_state_dict(
                 model, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=False
             )
     except Exception:  # any code of an adapter's kind may run: a kind that cannot be written so has no names
@@ -70,9 +70,9 @@ def adapter_names(model: nn.Module, adapter: str, names: Collection[str]) -> dic
         for module, before in hooks.items():
             module._state_dict_pre_hooks = before
     places = {id(tensor): name for name, tensor in tensors.items()}
-    if any(id(tensor) not in places for tensor in found.values()):
+    if any(id(tensor) not in places for tensor in state.values()):
         return {}
-    return {places[id(tensor)]: new if new.startswith(_WRAPPER) else _WRAPPER + new for new, tensor in found.items()}
+    return {places[id(tensor)]: new if new.startswith(_WRAPPER) else _WRAPPER + new for new, tensor in state.items()}
 
 
 def names_beside_adapter(

@@ -31,30 +31,30 @@ def files_beside(config: Any, model: nn.Module | None, table: Sequence[WeightEnt
     Raises: CheckpointError: there is no config, or no ``model_type`` in it.
     """
     files: dict[str, bytes] = {}
-    given = getattr(model, "config", None) if config is None else config
-    if isinstance(given, str | Path):
-        folder = Path(given)
-        found = read_json(folder / CONFIG if folder.is_dir() else folder)
+    source = getattr(model, "config", None) if config is None else config
+    if isinstance(source, str | Path):
+        folder = Path(source)
+        fields = read_json(folder / CONFIG if folder.is_dir() else folder)
         files = {name: _content(folder / name) for name in COPIED if folder.is_dir() and (folder / name).exists()}
-    elif isinstance(given, Mapping):
-        found = dict(given)
-    elif callable(write := getattr(given, "to_json_string", None)):
-        found = json.loads(write())
+    elif isinstance(source, Mapping):
+        fields = dict(source)
+    elif callable(write := getattr(source, "to_json_string", None)):
+        fields = json.loads(write())
     else:
-        found = None
-    if not isinstance(found, dict) or not found.get("model_type"):
+        fields = None
+    if not isinstance(fields, dict) or not fields.get("model_type"):
         raise CheckpointError(
             "a folder of transformers needs a config",
-            given="no config" if found is None else "a config without a 'model_type'",
+            given="no config" if fields is None else "a config without a 'model_type'",
             allowed="a model that has one, or the config: its object, a dict, or a folder of transformers",
             fix="config='FOLDER', or --config FOLDER, where FOLDER is the model that the weights came from",
         )
-    floating = next((each.dtype for each in table if each.dtype.is_floating_point), None)
+    floating = next((weight.dtype for weight in table if weight.dtype.is_floating_point), None)
     if floating is not None:
-        found["torch_dtype" if "torch_dtype" in found else "dtype"] = str(floating).removeprefix("torch.")
-    if model is not None and not found.get("architectures"):
-        found["architectures"] = [kind_of(model).__name__]
-    texts = {CONFIG: json.dumps(found, indent=2, sort_keys=True) + "\n", **_generation(model)}
+        fields["torch_dtype" if "torch_dtype" in fields else "dtype"] = str(floating).removeprefix("torch.")
+    if model is not None and not fields.get("architectures"):
+        fields["architectures"] = [kind_of(model).__name__]
+    texts = {CONFIG: json.dumps(fields, indent=2, sort_keys=True) + "\n", **_generation(model)}
     return {name: text.encode() for name, text in texts.items()} | files
 
 

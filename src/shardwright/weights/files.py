@@ -40,10 +40,10 @@ class OpenFile:
         self.num_read_bytes = 0
 
     def _now(self) -> tuple[int, int]:
-        found = os.fstat(self._file.fileno())
-        if not stat.S_ISREG(found.st_mode):  # it was replaced since it was looked at
+        status = os.fstat(self._file.fileno())
+        if not stat.S_ISREG(status.st_mode):  # it was replaced since it was looked at
             raise broken(self.path, "no regular file")
-        return found.st_size, found.st_mtime_ns
+        return status.st_size, status.st_mtime_ns
 
     def read_into(self, buffer: memoryview, start: int) -> None:
         """Fills ``buffer`` with the bytes of the file from ``start`` on.
@@ -60,9 +60,9 @@ class OpenFile:
 
     def read(self, start: int, size: int) -> bytearray:
         """Returns ``size`` bytes of the file from ``start`` on. Raises CheckpointError if the file ends before."""
-        found = bytearray(size)
-        self.read_into(memoryview(found), start)
-        return found
+        buffer = bytearray(size)
+        self.read_into(memoryview(buffer), start)
+        return buffer
 
     def check_unchanged(self) -> None:
         """Raises CheckpointError if the file was written to since it was opened."""
@@ -139,12 +139,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in entries:
             raise ValueError(f"{key!r:.80} stands there twice")
-        found[key] = value
-    return found
+        entries[key] = value
+    return entries
 
 
 def check_plain_name(folder: Path, name: Any) -> str:

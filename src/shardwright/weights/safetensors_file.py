@@ -52,11 +52,11 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.file = OpenFile(path)
         try:
-            self._start, found, self.metadata = _header(self.file)
+            self._start, tensors, self.metadata = _header(self.file)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
             raise broken(path, f"no safetensors file: {failure}".splitlines()[0]) from failure
-        self._places = {name: begin for name, (_, _, begin) in found.items()}
-        self.tensors: StateTable = {name: (dtype, shape) for name, (dtype, shape, _) in found.items()}
+        self._places = {name: begin for name, (_, _, begin) in tensors.items()}
+        self.tensors: StateTable = {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}
 
     def begin(self, name: str) -> None:
         """Does nothing: each rank reads for itself."""
@@ -91,15 +91,15 @@ def _header(file: OpenFile) -> tuple[int, dict[str, tuple[torch.dtype, tuple[int
         raise ValueError(f"a header of {length} bytes in a file of {file.num_bytes}")
     entries = parse_json(bytes(file.read(8, length)))
     metadata = dict(entries.pop(METADATA, {}))
-    found = {name: _entry(name, entry) for name, entry in entries.items()}
+    tensors = {name: _entry(name, entry) for name, entry in entries.items()}
     end = 0
-    for name, (dtype, shape, begin) in sorted(found.items(), key=lambda item: (item[1][2], _size(item[1]))):
+    for name, (dtype, shape, begin) in sorted(tensors.items(), key=lambda item: (item[1][2], _size(item[1]))):
         if begin != end:
             raise ValueError(f"{name!r:.80} begins at byte {begin}, and the tensor before it ends at {end}")
         end += prod(shape) * dtype.itemsize
     if 8 + length + end != file.num_bytes:
         raise ValueError(f"{file.num_bytes} bytes, and its header describes {8 + length + end}")
-    return 8 + length, found, metadata
+    return 8 + length, tensors, metadata
 
 
 def _entry(name: str, entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...], int]:
@@ -122,19 +122,19 @@ def header_of(tensors: StateTable, metadata: Mapping[str, str]) -> bytes:
 
     Raises: CheckpointError: safetensors has no such dtype.
     """
-    known = {dtype: name for name, dtype in DTYPES.items()}
+    dtype_names = {dtype: name for name, dtype in DTYPES.items()}
     entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     end = 0
     for name, (dtype, shape) in tensors.items():
-        if dtype not in known or name == METADATA:
+        if dtype not in dtype_names or name == METADATA:
             raise CheckpointError(
                 f"safetensors cannot hold '{name}'",
                 given=dtype,
-                allowed=", ".join(str(each).removeprefix("torch.") for each in known),
+                allowed=", ".join(str(allowed_dtype).removeprefix("torch.") for allowed_dtype in dtype_names),
                 fix="write a .pt file",
             )
         begin, end = end, end + prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": known[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        entries[name] = {"dtype": dtype_names[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8
     return len(text).to_bytes(8, "little") + text

@@ -157,11 +157,11 @@ class _WriteConfig(NamedTuple):
         if model is None or adapter is None:
             check_unwrapped(names)
             return self
-        found = adapter_names(model, adapter, names)
-        for each in gather_json(everyone, found) if everyone is not None else ():
-            found |= each
-        check_found(adapter, found)
-        return self._replace(names={name: found.get(name) for name in names}, adapter=adapter)
+        new_names = adapter_names(model, adapter, names)
+        for rank_names in gather_json(everyone, new_names) if everyone is not None else ():
+            new_names |= rank_names
+        check_found(adapter, new_names)
+        return self._replace(names={name: new_names.get(name) for name in names}, adapter=adapter)
 
     def beside(self, model: nn.Module | None, table: Sequence[WeightEntry]) -> Mapping[str, bytes]:
         """Returns the files of a folder of transformers or peft beside the weights, by name; of other kinds none."""
@@ -174,10 +174,10 @@ class _WriteConfig(NamedTuple):
     def check(self, table: Sequence[WeightEntry], beside: Mapping[str, bytes], sources: Collection[Path]) -> None:
         """Raises CheckpointError if ``to`` cannot be written, or without ``force`` would lose other weights."""
         if self.check_only:
-            kept = [weight for weight in table if weight.names]
-            prepare(self.to, folder=self.is_folder, beside=beside, num_bytes=sum(each.num_bytes for each in kept))
+            weights = [weight for weight in table if weight.names]
+            prepare(self.to, folder=self.is_folder, beside=beside, num_bytes=sum(entry.num_bytes for entry in weights))
             if self.kind in ("safetensors", "transformers"):
-                header_of({each.names[0]: (each.dtype, each.shape) for each in kept}, {})
+                header_of({entry.names[0]: (entry.dtype, entry.shape) for entry in weights}, {})
         check_target(self.to, folder=self.is_folder, beside=beside)
         if not self.force:
             config = [Path(self.config)] if isinstance(self.config, str | PathLike) else []
@@ -190,7 +190,7 @@ class _WriteConfig(NamedTuple):
     def table(self, tensors: Sequence[tuple[tuple[str, ...], torch.dtype, tuple[int, ...]]]) -> list[WeightEntry]:
         """Returns an entry for each of ``tensors``, (plain names, dtype, shape); one that is left out has no names."""
         check_names(self.names, [name for every, _, _ in tensors for name in every])
-        found, owner = [], dict[str, str]()
+        entries, owner = [], dict[str, str]()
         for every, dtype, shape in tensors:
             new = tuple(dict.fromkeys(n for name in every if (n := renamed(name, self.names)) is not None))
             for name in new:
@@ -202,8 +202,8 @@ class _WriteConfig(NamedTuple):
                         fix="give other names=, or leave out --prefix",
                     )
             cast = self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
-            found.append(WeightEntry(new, cast, shape))
-        return found
+            entries.append(WeightEntry(new, cast, shape))
+        return entries
 
     def write(self, table: list[WeightEntry], values: Iterator[Tensor], beside: Mapping[str, bytes]) -> list[str]:
         """Writes the tensors that have names, and returns the names of the files."""
@@ -250,8 +250,8 @@ def _save_run(run: Run, writing: _WriteConfig) -> SavedWeights:
 
     def check() -> None:
         nonlocal writing, table, beside
-        writing = writing.for_model(run.model, [name for each in tensors for name in each.names], everyone)
-        table = writing.table([(each.names, each.dtype, each.layout.shape) for each in tensors])
+        writing = writing.for_model(run.model, [name for tensor in tensors for name in tensor.names], everyone)
+        table = writing.table([(tensor.names, tensor.dtype, tensor.layout.shape) for tensor in tensors])
         if everyone.index == 0:
             beside = writing.beside(run.model, table)
             writing.check(table, beside, run.weights_read)
@@ -277,9 +277,9 @@ def _save_run(run: Run, writing: _WriteConfig) -> SavedWeights:
 @torch.no_grad()
 def _gathered(run: Run, tensors: Sequence[StateTensor]) -> Iterator[Tensor]:
     everyone = run.axes["world"].for_strategy("state")
-    for each in tensors:
-        local = torch.empty(0, dtype=each.dtype) if each.local is None else each.local.detach()
-        yield gather_whole(everyone, run.plan.mesh, each.layout, local, each.first)
+    for tensor in tensors:
+        local = torch.empty(0, dtype=tensor.dtype) if tensor.local is None else tensor.local.detach()
+        yield gather_whole(everyone, run.plan.mesh, tensor.layout, local, tensor.first)
 
 
 def _save_path(source: Path, writing: _WriteConfig, model: nn.Module | None, *, averages: bool) -> SavedWeights:
@@ -288,7 +288,7 @@ def _save_path(source: Path, writing: _WriteConfig, model: nn.Module | None, *, 
     tensors: dict[str, tuple[tuple[str, ...], torch.dtype, tuple[int, ...]]] = {}
     for name, (dtype, shape) in store.tensors.items():
         every = ties.get(name, (name,))
-        first = next((each for each in every if each in store.tensors), name)
+        first = next((alias for alias in every if alias in store.tensors), name)
         tensors.setdefault(first, (every, dtype, shape))
     writing = writing.for_model(model, [name for every, _, _ in tensors.values() for name in every])
     table = writing.table(list(tensors.values()))
@@ -347,5 +347,5 @@ def _problem_of(to: Path, do: Callable[[], None]) -> str:
 
 
 def _raise_together(everyone: Any, problem: str) -> None:
-    if found := first_problem(everyone, problem):
-        raise CheckpointError(found[1])
+    if rank_problem := first_problem(everyone, problem):
+        raise CheckpointError(rank_problem[1])

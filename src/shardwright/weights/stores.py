@@ -52,7 +52,7 @@ class JoinedStore:
 
     def end(self) -> None:
         """Raises CheckpointError if a file was written to since it was opened."""
-        for store in {id(each): each for each in self._places.values()}.values():
+        for store in {id(store): store for store in self._places.values()}.values():
             store.end()
 
 
@@ -97,7 +97,7 @@ class CheckpointStore:
         dtype, _, stored = self.manifest.tensors[stored_as]
         if not stored:  # no elements; a hostile manifest may list very many of these
             return torch.empty(box.shape, dtype=getattr(torch, dtype))
-        needed = {each.file for each in stored if not box.start or each.box.intersect(box)} - self._checked
+        needed = {piece.file for piece in stored if not box.start or piece.box.intersect(box)} - self._checked
         with reading(self.folder):
             check_files(self.folder, self.manifest, needed)
             self._checked |= needed
@@ -167,7 +167,7 @@ def _of_folder(path: Path, *, averages: bool = False) -> WeightStore:
         if (inside / MANIFEST).exists() or steps_in(inside):
             return CheckpointStore(inside, averages=averages)
     indexes = sorted(path.glob("*.index.json"))
-    for index in (path / INDEX, *(each for each in indexes if ".safetensors." in each.name)):
+    for index in (path / INDEX, *(file for file in indexes if ".safetensors." in file.name)):
         if index.exists():
             return _indexed(index)
     for name in WHOLE[:1]:

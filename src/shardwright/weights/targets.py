@@ -82,11 +82,11 @@ def write_torch(to: Path, table: list[WeightEntry], written: Written) -> list[st
     The comment of this zip file, which torch does not write and does not read, says that this library wrote it.
     """
     with _beside(to, folder=False) as partial:
-        found = {}
+        tensors = {}
         for weight, values in written:
-            found.update(dict.fromkeys(weight.names, values.contiguous()))
+            tensors.update(dict.fromkeys(weight.names, values.contiguous()))
         with partial.open("wb") as file:
-            _save(found, file)
+            _save(tensors, file)
             file.seek(-2, os.SEEK_END)  # the length of a zip file's comment, which follows it
             file.write(len(_OURS).to_bytes(2, "little") + _OURS.encode())
     return [to.name]
@@ -103,7 +103,7 @@ def write_folder(
     """
     groups: list[list[WeightEntry]] = [[]]
     for weight in table:
-        if groups[-1] and sum(each.num_bytes for each in groups[-1]) + weight.num_bytes > most_bytes:
+        if groups[-1] and sum(entry.num_bytes for entry in groups[-1]) + weight.num_bytes > most_bytes:
             groups.append([])
         groups[-1].append(weight)
     names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
@@ -154,8 +154,8 @@ def write_torch_folder(to: Path, table: list[WeightEntry], written: Written, *, 
                 state[name] = dcp.TensorStorageMetadata(properties, size, [chunk])
                 places[dcp.MetadataIndex(name, zeros, 0)] = place
         stack.close()
-        found = dcp.Metadata(state, {name: (name,) for name in state}, places, dcp.StorageMeta(save_id=_OURS))
-        (partial / METADATA).write_bytes(pickle.dumps(found))
+        metadata = dcp.Metadata(state, {name: (name,) for name in state}, places, dcp.StorageMeta(save_id=_OURS))
+        (partial / METADATA).write_bytes(pickle.dumps(metadata))
         for name in (*names, METADATA):
             flush(partial / name)
     return [*names, METADATA]
@@ -217,9 +217,9 @@ def check_target(to: Path, *, folder: bool, beside: Collection[str] = ()) -> Non
         raise _refused(to, str(failure), folder=folder) from failure
     if folder and stat.S_ISDIR(mode):
         others = sorted(
-            each.name
-            for each in to.iterdir()
-            if not ((_WEIGHTS.fullmatch(each.name) or each.name in beside) and each.is_file())
+            path.name
+            for path in to.iterdir()
+            if not ((_WEIGHTS.fullmatch(path.name) or path.name in beside) and path.is_file())
         )
         if others:
             raise _refused(to, f"a folder with files of another kind, such as {others[0]!r:.80}", folder=folder)
@@ -244,9 +244,9 @@ def check_replaces(to: Path, sources: Iterable[Path]) -> None:
     """
     if not to.exists():
         return
-    read = {each for path in sources for each in (path.resolve(), path.resolve().parent)}
-    files = [to] if to.is_file() else sorted(each for each in to.iterdir() if _WEIGHTS.fullmatch(each.name))
-    others = [each for each in files if not _is_ours(each)]
+    read = {source for path in sources for source in (path.resolve(), path.resolve().parent)}
+    files = [to] if to.is_file() else sorted(path for path in to.iterdir() if _WEIGHTS.fullmatch(path.name))
+    others = [file for file in files if not _is_ours(file)]
     if others or (files and to.resolve() in read):
         why = f"'{others[0].name}' there, which shardwright has not written" if others else "what was read from there"
         raise CheckpointError(

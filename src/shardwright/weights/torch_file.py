@@ -52,8 +52,8 @@ class TorchFile:
 
     def place(self, name: str) -> object:
         """Returns where a tensor is stored; two names of one place have the same values."""
-        given = self._given[name]
-        return self._records.place(given), given.shape, given.stride(), given.dtype
+        tensor = self._given[name]
+        return self._records.place(tensor), tensor.shape, tensor.stride(), tensor.dtype
 
     def read(self, name: str, box: Box) -> Tensor:
         """Returns the values of a box of a tensor; other elements are read only if rows are short, or it is transposed.
@@ -73,9 +73,9 @@ def _tensors(path: Path, prefix: str, value: Any, level: int) -> Iterator[tuple[
         return
     if level == MOST_LEVELS:
         raise broken(path, f"more than {MOST_LEVELS} dicts inside of each other")
-    for key, each in value.items():
+    for key, entry in value.items():
         name = f"{prefix}{key}"
-        if is_plain(each):
-            yield name, each.detach()
+        if is_plain(entry):
+            yield name, entry.detach()
         else:
-            yield from _tensors(path, f"{name}.", each, level + 1)
+            yield from _tensors(path, f"{name}.", entry, level + 1)

@@ -68,12 +68,12 @@ class TorchFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        described = OpenFile(folder / METADATA)
-        if described.num_bytes > MOST_METADATA_BYTES:
-            raise broken(folder, f"a {METADATA} of {described.num_bytes} bytes")
+        file = OpenFile(folder / METADATA)
+        if file.num_bytes > MOST_METADATA_BYTES:
+            raise broken(folder, f"a {METADATA} of {file.num_bytes} bytes")
         try:
-            found = _Unpickler(io.BytesIO(described.read(0, described.num_bytes))).load()
-            self._chunks, self.tensors = _read_metadata(found)
+            metadata = _Unpickler(io.BytesIO(file.read(0, file.num_bytes))).load()
+            self._chunks, self.tensors = _read_metadata(metadata)
         except CheckpointError:
             raise
         except Exception as failure:  # a pickle that was made by another program can fail anywhere
@@ -108,7 +108,7 @@ class TorchFolder:
                 return part
             values = torch.empty(box.shape, dtype=dtype) if values is None else values
             values[common.shift([-a for a in box.start]).slices] = part
-            missing = [rest for each in missing for rest in each.minus(common)]
+            missing = [rest for gap in missing for rest in gap.minus(common)]
         if missing and box.size:
             raise broken(self.folder, f"no chunk has the elements {missing[0]} of {name!r:.80}")
         return torch.empty(box.shape, dtype=dtype) if values is None else values
@@ -123,13 +123,13 @@ class TorchFolder:
             where,
             lambda what: broken(self.folder, f"{where}: {what}"),
         )
-        found = records.content
-        if not is_plain(found):
-            raise broken(self.folder, f"{where} is a {type(found).__name__}")
-        if (found.dtype, tuple(found.shape)) != (self.tensors[name][0], chunk.box.shape):
-            raise broken(self.folder, f"{where} is {found.dtype} {list(found.shape)}")
-        records.check(found)
-        return records.read(found, box)
+        content = records.content
+        if not is_plain(content):
+            raise broken(self.folder, f"{where} is a {type(content).__name__}")
+        if (content.dtype, tuple(content.shape)) != (self.tensors[name][0], chunk.box.shape):
+            raise broken(self.folder, f"{where} is {content.dtype} {list(content.shape)}")
+        records.check(content)
+        return records.read(content, box)
 
     def end(self) -> None:
         """Raises CheckpointError if a file was written to since the folder was opened."""
@@ -153,8 +153,8 @@ class _Unpickler(pickle.Unpickler):
             return tuple
         if (module, name) == ("collections", "OrderedDict"):
             return dict
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
-            return found
+        if module == "torch" and isinstance(constant := getattr(torch, name, None), torch.dtype | torch.layout):
+            return constant
         if name in _RECORDS.get(module, ()):
             return self._records.setdefault(name, type(name, (_StoredRecord,), {}))
         raise CheckpointError(
@@ -210,7 +210,7 @@ def _read_metadata(found: Any) -> tuple[dict[str, list[_Chunk]], StateTable]:
 
 
 def _sizes(given: Sequence[int]) -> tuple[int, ...]:
-    found = tuple(given)
-    if not all(type(each) is int and 0 <= each < 2**63 for each in found):
-        raise ValueError(f"sizes that are no sizes: {found!r:.80}")
-    return found
+    sizes = tuple(given)
+    if not all(type(size) is int and 0 <= size < 2**63 for size in sizes):
+        raise ValueError(f"sizes that are no sizes: {sizes!r:.80}")
+    return sizes

@@ -85,16 +85,16 @@ class TorchRecords:
 
         Raises: CheckpointError: the archive holds numbers of the other byte order.
         """
-        found = {}
+        sizes = {}
         with zipfile.ZipFile(FilePart(self._file, self._start, size)) as archive:
             for entry in archive.infolist():
                 header = self._file.read(self._start + entry.header_offset, _LOCAL_HEADER_BYTES)
                 lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
                 if entry.compress_type == zipfile.ZIP_STORED:
-                    found[entry.header_offset + _LOCAL_HEADER_BYTES + lengths] = entry.file_size
+                    sizes[entry.header_offset + _LOCAL_HEADER_BYTES + lengths] = entry.file_size
                 if entry.filename.endswith("/byteorder") and archive.read(entry) != b"little":
                     raise self._broken("numbers in the byte order of another processor")
-        return found
+        return sizes
 
     def place(self, tensor: Tensor) -> int:
         """Returns the place of a tensor's first element in the archive; negative if torch does not know it."""

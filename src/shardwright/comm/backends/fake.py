@@ -53,7 +53,7 @@ class _BlockReaders:
         for ended, place, readers in self._ended:
             if ended < began:  # the members of this call have read all that was sent before it began
                 self._read(place, readers, others)
-        self._ended = [each for each in self._ended if each[2]]
+        self._ended = [block for block in self._ended if block[2]]
         self._now += 1
         self._ended += [(self._now, place, readers) for place, readers in taken]
 
@@ -63,7 +63,7 @@ class _BlockReaders:
             if by in readers:
                 self._read(place, readers, [by])
                 break
-        self._ended = [each for each in self._ended if each[2]]
+        self._ended = [block for block in self._ended if block[2]]
 
     def _read(self, place: int, readers: set[int], ranks: Collection[int]) -> None:
         for _ in readers.intersection(ranks):

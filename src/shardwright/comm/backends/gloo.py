@@ -84,6 +84,6 @@ class GlooChannel(GroupChannel):
         others = [i for i in range(len(self.ranks)) if i != self.index]
         tag = 1 + number % 2**20  # a tag of its own: messages of other calls may be in flight
         group, places = self.group, {i: self._place(i) for i in others}
-        sources, targets = ([i for i in others if each[i].numel()] for each in (received, parts))
+        sources, targets = ([i for i in others if tensors[i].numel()] for tensors in (received, parts))
         works = [dist.irecv(received[i], group=group, group_src=places[i], tag=tag) for i in sources]
         return works + [dist.isend(parts[i], group=group, group_dst=places[i], tag=tag) for i in targets]

@@ -47,19 +47,19 @@ class NcclChannel(GroupChannel):
     def all_reduce(self, call: CollectiveCall, tensors: list[Tensor], op: str) -> Pending[None]:
         """All-reduces ``tensors`` in place; several go as one grouped call, without a copy that joins them."""
         self._begin(call, sum(tensor.nbytes for tensor in tensors))
-        given = [_summable(tensor) for tensor in tensors]
-        if len(given) == 1:
-            works = [dist.all_reduce(given[0], REDUCTIONS[op], self.group, async_op=True)]
+        operands = [_summable(tensor) for tensor in tensors]
+        if len(operands) == 1:
+            works = [dist.all_reduce(operands[0], REDUCTIONS[op], self.group, async_op=True)]
         else:
             with dist.distributed_c10d._coalescing_manager(self.group, async_ops=True) as together:
-                for tensor in given:
+                for tensor in operands:
                     dist.all_reduce(tensor, REDUCTIONS[op], self.group)
             works = list(together.works)
 
         def finish() -> None:
-            for tensor, each in zip(tensors, given, strict=True):
-                if each.dtype != tensor.dtype and not tensor.is_complex():
-                    tensor.copy_(each)
+            for tensor, operand in zip(tensors, operands, strict=True):
+                if operand.dtype != tensor.dtype and not tensor.is_complex():
+                    tensor.copy_(operand)
 
         return self._pending(call, works, finish)
 
@@ -69,12 +69,12 @@ class NcclChannel(GroupChannel):
         Otherwise, or if the ranks of the group are not in ascending order, it uses torch's all-gather into a list.
         """
         self._begin(call, sum(part.nbytes for part in parts))
-        given = [_movable(part) for part in parts]
-        whole = _joined(given) if self._is_ordered else None
+        views = [_movable(part) for part in parts]
+        whole = _joined(views) if self._is_ordered else None
         if whole is not None:
-            work = _torch("all_gather_single", "all_gather_into_tensor")(whole, given[index], self.group, async_op=True)
+            work = _torch("all_gather_single", "all_gather_into_tensor")(whole, views[index], self.group, async_op=True)
         else:
-            work = dist.all_gather(self._ordered(given), given[index], self.group, async_op=True)
+            work = dist.all_gather(self._ordered(views), views[index], self.group, async_op=True)
         return self._pending(call, [work], lambda: None)
 
     def reduce_scatter(
@@ -83,14 +83,14 @@ class NcclChannel(GroupChannel):
         """Reduce-scatters ``tensors`` into ``out`` by torch's own call; several are first joined in a copy."""
         self._begin(call, sum(tensor.nbytes for tensor in tensors))
         whole = tensors[0] if len(tensors) == 1 else torch.cat([tensor.view(-1) for tensor in tensors])
-        given, result = _summable(whole.view(-1)), _summable(out)
+        operand, result = _summable(whole.view(-1)), _summable(out)
         if len(set(sizes)) == 1 and self._is_ordered:
             work = _torch("reduce_scatter_single", "reduce_scatter_tensor")(
-                result, given, group=self.group, async_op=True
+                result, operand, group=self.group, async_op=True
             )
         else:
             numbers = 1 + whole.is_complex()  # of one element
-            parts = self._ordered(list(given.split([numbers * size for size in sizes])))
+            parts = self._ordered(list(operand.split([numbers * size for size in sizes])))
             work = dist.reduce_scatter(result, parts, group=self.group, async_op=True)
 
         def finish() -> Tensor:
@@ -101,8 +101,8 @@ class NcclChannel(GroupChannel):
     def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
         """Sends ``parts`` and fills ``outs`` by torch's all-to-all, which is one group of sends and receives."""
         self._begin(call, sum(part.nbytes for part in parts))
-        given, found = ([_movable(tensor) for tensor in tensors] for tensors in (parts, outs))
-        work = dist.all_to_all(self._ordered(found), self._ordered(given), group=self.group, async_op=True)
+        sources, targets = ([_movable(tensor) for tensor in tensors] for tensors in (parts, outs))
+        work = dist.all_to_all(self._ordered(targets), self._ordered(sources), group=self.group, async_op=True)
         return self._pending(call, [work], lambda: outs)
 
     def broadcast(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
@@ -186,17 +186,17 @@ class NcclChannel(GroupChannel):
         watched, pending = self.transport.watch(call, self.ranks, works), super()._pending(call, works, result)
 
         def finish() -> T:
-            found = pending.wait()
+            value = pending.wait()
             watched.waited(self.device)
-            return found
+            return value
 
         return Pending(finish)
 
 
 def _torch(name: str, before: str) -> Callable[..., Any]:
     """Returns a function of ``torch.distributed`` by its name since torch 2.13, or by its name ``before`` that."""
-    found: Callable[..., Any] = getattr(dist, name if hasattr(dist, name) else before)
-    return found
+    function: Callable[..., Any] = getattr(dist, name if hasattr(dist, name) else before)
+    return function
 
 
 def _movable(tensor: Tensor) -> Tensor:

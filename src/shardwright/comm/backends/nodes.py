@@ -46,7 +46,7 @@ def nodes_of_ranks(store: Any, rank: int, size: int) -> dict[int, str]:
     ``size`` the number of ranks.
     """
     store.set(f"host/{rank}", this_node())
-    return dict(enumerate(each.decode() for each in store.multi_get([f"host/{other}" for other in range(size)])))
+    return dict(enumerate(text.decode() for text in store.multi_get([f"host/{other}" for other in range(size)])))
 
 
 def ordered_by_node(nodes: Sequence[str]) -> list[int]:
@@ -90,7 +90,7 @@ def interface_to(host: str) -> str | None:
             probe.connect(address)
             mine = str(probe.getsockname()[0])
         for name, addresses in psutil.net_if_addrs().items():
-            if any(each.address.partition("%")[0] == mine for each in addresses):
+            if any(entry.address.partition("%")[0] == mine for entry in addresses):
                 return None if name in ("lo", "lo0") else str(name)
     return None
 
@@ -102,5 +102,5 @@ def bind_sockets(environment: Mapping[str, str], *hosts: str) -> dict[str, str]:
     there is none but the loopback, no variables are returned. A variable that ``environment`` already has is the user's
     choice, and is left out.
     """
-    found = next(filter(None, map(interface_to, (environment.get("MASTER_ADDR", ""), *hosts))), None)
-    return {} if found is None else {name: found for name in SOCKETS if name not in environment}
+    interface = next(filter(None, map(interface_to, (environment.get("MASTER_ADDR", ""), *hosts))), None)
+    return {} if interface is None else {name: interface for name in SOCKETS if name not in environment}

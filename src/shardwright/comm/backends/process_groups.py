@@ -190,7 +190,7 @@ class ProcessTransport:
     def keep(self, work: Any, message: Tensor) -> None:
         """Keeps a sent tensor alive until the send ``work`` is done, even if the channel is freed before that."""
         if self._over_nccl:
-            self._sent = [(each, kept) for each, kept in self._sent if not each.is_completed()]
+            self._sent = [(send, tensor) for send, tensor in self._sent if not send.is_completed()]
             self._sent.append((work, message))
             return
         if self._waited_for is None:

@@ -299,13 +299,13 @@ def rank_main(task: int, answer: int) -> None:
         report = partial(_report_and_end, rank, answer)
         objects = objects_of(work, args)
         result = run_here(work, args, folder=folder, report=report, **options)
-        found = answer_of(RESULT, dumps((result, trained_among(objects)), main=is_importable(program)))
+        answer_bytes = answer_of(RESULT, dumps((result, trained_among(objects)), main=is_importable(program)))
         code = 0
     except BaseException as failure:  # whatever it is, the launcher reports it
-        found = answer_of(NOTE, pickle.dumps(failures.note_of(rank, failure)))
+        answer_bytes = answer_of(NOTE, pickle.dumps(failures.note_of(rank, failure)))
         code = failures.INTERRUPTED if isinstance(failure, StopRequested) else 1
     with suppress(OSError), os.fdopen(answer, "wb") as pipe:  # the launcher may have ended
-        pipe.write(found)
+        pipe.write(answer_bytes)
     if not code:
         # what a child of multiprocessing does at its end, and os._exit leaves out: finalizers, and waiting for threads
         util._exit_function()  # type: ignore[attr-defined]

@@ -91,7 +91,7 @@ def exchanged(mine: RankDevice, store: Any, rank: int, size: int, *, forked: boo
     if forked and mine.kind == "cpu":
         return [mine] * size
     store.set(f"device/{rank}", json.dumps(mine))
-    return [RankDevice(*json.loads(each)) for each in store.multi_get([f"device/{other}" for other in range(size)])]
+    return [RankDevice(*json.loads(text)) for text in store.multi_get([f"device/{other}" for other in range(size)])]
 
 
 def decided(ranks: Sequence[RankDevice], rank: int) -> tuple[torch.device, str]:
@@ -126,7 +126,7 @@ def decided(ranks: Sequence[RankDevice], rank: int) -> tuple[torch.device, str]:
             allowed=f"a device of its own for each rank, as {name} needs it",
             fix=f"give each rank its own, or set {_others(mine)}",
         )
-    if without := [rank for rank, each in enumerate(ranks) if not each.has_backend]:
+    if without := [rank for rank, rank_device in enumerate(ranks) if not rank_device.has_backend]:
         raise PlanError(
             f"torch has no {name}, by which ranks on {mine.kind} communicate",
             given=f"torch {torch.__version__} of {_named(ranks, without)}",
@@ -142,16 +142,16 @@ def _others(mine: RankDevice) -> str:
 
 def _check_types(ranks: Sequence[RankDevice]) -> None:
     """Raises PlanError unless every rank has the device that was asked for, and all are of one type."""
-    for wanted in sorted({each.wanted for each in ranks if each.kind == "cpu"} - {"auto", "cpu"}):
+    for wanted in sorted({device.wanted for device in ranks if device.kind == "cpu"} - {"auto", "cpu"}):
         raise PlanError(
             f"there is no device '{wanted}'",
             given=_named(ranks, (rank for rank, e in enumerate(ranks) if (e.kind, e.wanted) == ("cpu", wanted))),
             allowed=f"auto, cpu, or an accelerator that torch sees there, such as cuda, or cuda{GLOO}",
             fix=f"see what torch.accelerator says there, or set {OPTION}=cpu",
         )
-    uses = sorted({each.use for each in ranks})
+    uses = sorted({device.use for device in ranks})
     if len(uses) > 1:
-        by_use = (f"{use}: {_named(ranks, (r for r, each in enumerate(ranks) if each.use == use))}" for use in uses)
+        by_use = (f"{use}: {_named(ranks, (r for r, device in enumerate(ranks) if device.use == use))}" for use in uses)
         raise PlanError(
             "ranks are on devices of several kinds",
             given="; ".join(by_use),
@@ -162,7 +162,7 @@ def _check_types(ranks: Sequence[RankDevice]) -> None:
 
 def _check_own(ranks: Sequence[RankDevice]) -> None:
     """Raises PlanError unless every rank can tell which of the devices that it sees is its own."""
-    without = [rank for rank, each in enumerate(ranks) if not each.card]
+    without = [rank for rank, device in enumerate(ranks) if not device.card]
     if unknown := [rank for rank in without if ranks[rank].local_rank is None]:
         raise PlanError(
             "ranks do not know which of several devices is theirs",
@@ -183,13 +183,13 @@ def _check_own(ranks: Sequence[RankDevice]) -> None:
 def _shared(ranks: Sequence[RankDevice]) -> str:
     """Returns a text that names the ranks that share a GPU, or an empty one if none do."""
     by_card: dict[str, list[int]] = {}
-    for rank, each in enumerate(ranks):
-        by_card.setdefault(each.card, []).append(rank)
-    several = [found for found in by_card.values() if len(found) > 1]
-    return "; ".join(f"{_named(ranks, found)} share one {ranks[0].kind} device" for found in several)
+    for rank, device in enumerate(ranks):
+        by_card.setdefault(device.card, []).append(rank)
+    several = [sharers for sharers in by_card.values() if len(sharers) > 1]
+    return "; ".join(f"{_named(ranks, sharers)} share one {ranks[0].kind} device" for sharers in several)
 
 
 def _named(ranks: Sequence[RankDevice], which: Iterable[int]) -> str:
     """Returns the ranks ``which`` as text, by host: "ranks 0 to 3 on a, rank 4 on b"."""
     by_host = groupby(which, key=lambda rank: ranks[rank].host)
-    return ", ".join(f"{numbered(list(found))} on {host}" for host, found in by_host)
+    return ", ".join(f"{numbered(list(numbers))} on {host}" for host, numbers in by_host)

@@ -124,9 +124,9 @@ class SharedChannel(Channel):
         def term(position: int) -> Tensor:
             if position == self.index:
                 return mine.to(out.device)
-            found, message = self._read(self.ranks[position], number, out, before, num_bytes)
+            part, message = self._read(self.ranks[position], number, out, before, num_bytes)
             messages.append(message)
-            return found.to(out.device)
+            return part.to(out.device)
 
         def finish() -> Tensor:
             torch.add(term(0), term(1), out=out)
@@ -206,13 +206,13 @@ class SharedChannel(Channel):
         The part begins at byte ``offset``. ``num_bytes`` is the size of the whole message, if ``like`` is a part of it.
         """
         posted = self._receive(rank, number, like.nbytes if num_bytes is None else num_bytes)
-        found = self.exchange.peer_bytes(rank, posted)[offset : offset + like.nbytes]
-        return found.view(like.dtype).view(like.shape), (rank, posted)
+        part = self.exchange.peer_bytes(rank, posted)[offset : offset + like.nbytes]
+        return part.view(like.dtype).view(like.shape), (rank, posted)
 
     def _copy(self, rank: int, number: int, out: Tensor) -> Tensor:
         if out.numel():
-            found, message = self._read(rank, number, out)
-            out.copy_(found)
+            part, message = self._read(rank, number, out)
+            out.copy_(part)
             self.exchange.done_reading(*message)
         else:
             self._receive(rank, number, 0)

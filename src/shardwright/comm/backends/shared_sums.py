@@ -110,9 +110,9 @@ def parts_of(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
     [[0], [], [1, 2, 3, 4]]
     """
     places = list(pairwise(accumulate((tensor.numel() for tensor in tensors), initial=0)))
-    found = []
+    parts = []
     for low, high in pairwise(accumulate(sizes, initial=0)):
         pairs = zip(tensors, places, strict=True)
         inside = [tensor[max(low - a, 0) : high - a] for tensor, (a, b) in pairs if max(a, low) < min(b, high)]
-        found.append(inside[0] if len(inside) == 1 else torch.cat([tensors[0][:0], *inside]))
-    return found
+        parts.append(inside[0] if len(inside) == 1 else torch.cat([tensors[0][:0], *inside]))
+    return parts

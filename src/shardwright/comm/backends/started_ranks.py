@@ -188,8 +188,8 @@ class StartedRanks:
         """
         handled = HELD_BACK if threading.current_thread() is threading.main_thread() else ()
         before = {number: signal.getsignal(number) for number in handled}
-        kept = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
-        for number in kept:
+        handlers = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
+        for number in handlers:
             signal.signal(number, self._forward)
         try:
             with run_folder() as self.folder:
@@ -201,8 +201,8 @@ class StartedRanks:
                         for pipe in rank.pipes:
                             os.close(pipe)
         finally:
-            for number in sorted(kept, key=lambda each: each == signal.SIGINT):  # last the one that then may raise
-                signal.signal(number, kept[number])
+            for number in sorted(handlers, key=lambda sig: sig == signal.SIGINT):  # last the one that then may raise
+                signal.signal(number, handlers[number])
             if self._late and not self.signalled:
                 signal.raise_signal(self._late)
 
@@ -323,13 +323,13 @@ class StartedRanks:
         silent = [rank for rank in self.ranks if not rank.killed and not rank.answered]
         stopped = [rank.number for rank in self.ranks if rank.stopped]
         exits = {rank.number: rank.code for rank in silent}
-        found = failures.first_failure([*self._notes.values()], exits, stopped)
+        failure = failures.first_failure([*self._notes.values()], exits, stopped)
         told = any(note.explains and not isinstance(note.failure, KeyboardInterrupt) for note in self._notes.values())
         crashed = any(code not in (-signal.SIGTERM, failures.INTERRUPTED) for code in exits.values())
-        if isinstance(found, KeyboardInterrupt) and str(found):
-            return found
+        if isinstance(failure, KeyboardInterrupt) and str(failure):
+            return failure
         if not self.signalled or told or crashed:
-            return found
+            return failure
         killed = ", ".join(str(rank.number) for rank in self.ranks if rank.killed)
         late = f"rank {killed} had not ended {self.grace_s:g} s after {signal.Signals(self.signalled).name}"
         return KeyboardInterrupt(f"{late}, the time of --grace-s, and was killed" if killed else "")

@@ -60,10 +60,10 @@ def _is_nested(function: FunctionType) -> bool:
     home = sys.modules.get(function.__globals__.get("__name__", ""))
     if home is None or home.__spec__ is None or home.__name__ == "__main__":
         return False
-    found: Any = sys.modules.get(function.__module__)
+    target: Any = sys.modules.get(function.__module__)
     for name in function.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is not function and vars(home) is function.__globals__
+        target = getattr(target, name, None)
+    return target is not function and vars(home) is function.__globals__
 
 
 def _function(code: bytes, module: str, name: str, cells: tuple[CellType, ...] | None) -> FunctionType:
@@ -111,8 +111,8 @@ def dumps(value: Any, *, main: bool) -> bytes:
         if find_spec("cloudpickle") is not None:
             import cloudpickle
 
-            found: bytes = cloudpickle.dumps(value)
-            return found
+            payload: bytes = cloudpickle.dumps(value)
+            return payload
         what = str(failure) if isinstance(failure, _NoModuleError) else f"{type(failure).__name__}: {failure}"
         raise PlanError(
             "ranks that are processes cannot import what they are to run",

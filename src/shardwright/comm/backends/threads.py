@@ -250,11 +250,11 @@ class ThreadChannel(Channel):
         """All-reduces ``tensors`` in place: sums, or takes the maximum, in the order of the members."""
 
         def work(contributions: list[Contribution]) -> None:
-            for each in zip(*(one["tensors"] for one in contributions), strict=True):
-                total = each[0].clone()
-                for other in each[1:]:
+            for operands in zip(*(contribution["tensors"] for contribution in contributions), strict=True):
+                total = operands[0].clone()
+                for other in operands[1:]:
                     total.add_(other) if op == "sum" else torch.maximum(total, other, out=total)
-                for tensor in each:
+                for tensor in operands:
                     tensor.copy_(total)
 
         return self._meet(call, sum(t.nbytes for t in tensors), {"tensors": tensors}, work, None)
@@ -263,10 +263,10 @@ class ThreadChannel(Channel):
         """All-gathers into ``parts``: copies each member's part to every other member."""
 
         def work(contributions: list[Contribution]) -> None:
-            for i, each in enumerate(contributions):
+            for i, target in enumerate(contributions):
                 for j, source in enumerate(contributions):
                     if i != j:
-                        each["parts"][j].copy_(source["parts"][j])
+                        target["parts"][j].copy_(source["parts"][j])
 
         return self._meet(call, sum(part.nbytes for part in parts), {"parts": parts}, work, None)
 
@@ -278,10 +278,10 @@ class ThreadChannel(Channel):
         (message,) = tensors if len(tensors) == 1 else [torch.cat(tensors)]
 
         def work(contributions: list[Contribution]) -> None:
-            for i, each in enumerate(contributions):
-                each["out"].copy_(contributions[0]["parts"][i])
+            for i, target in enumerate(contributions):
+                target["out"].copy_(contributions[0]["parts"][i])
                 for other in contributions[1:]:
-                    each["out"].add_(other["parts"][i])
+                    target["out"].add_(other["parts"][i])
 
         contribution = {"out": out, "parts": message.split(list(sizes))}
         return self._meet(call, message.nbytes, contribution, work, out)
@@ -293,9 +293,9 @@ class ThreadChannel(Channel):
         """
 
         def work(contributions: list[Contribution]) -> None:
-            for i, each in enumerate(contributions):
+            for i, target in enumerate(contributions):
                 for j, source in enumerate(contributions):
-                    out, part = each["outs"][j], source["parts"][i]
+                    out, part = target["outs"][j], source["parts"][i]
                     if out.shape != part.shape:  # copying would repeat the part where it fits
                         raise _disagreement_on_part(self.ranks, call, i, out, j, part)
                     out.copy_(part)
@@ -306,9 +306,9 @@ class ThreadChannel(Channel):
         """Broadcasts: copies the tensor of member ``source`` into every other member's ``tensor``."""
 
         def work(contributions: list[Contribution]) -> None:
-            for i, each in enumerate(contributions):
+            for i, target in enumerate(contributions):
                 if i != source:
-                    each["tensor"].copy_(contributions[source]["tensor"])
+                    target["tensor"].copy_(contributions[source]["tensor"])
 
         return self._meet(call, tensor.nbytes, {"tensor": tensor}, work, tensor)
 

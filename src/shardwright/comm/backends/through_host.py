@@ -39,7 +39,7 @@ class ChannelThroughHost(Channel):
         hosts = [_copied(part) if i == index else _empty_like(part) for i, part in enumerate(parts)]
         pending = self.channel.all_gather(call, hosts, index)
         # this member's own part stays as it is: autograd may have saved it, and would refuse one that was written to
-        others, received = ([each for i, each in enumerate(some) if i != index] for some in (parts, hosts))
+        others, received = ([tensor for i, tensor in enumerate(tensors) if i != index] for tensors in (parts, hosts))
         return _returning(pending, others, received, None)
 
     def reduce_scatter(
@@ -72,8 +72,8 @@ class ChannelThroughHost(Channel):
 
     def subset(self, indices: tuple[int, ...]) -> Channel:
         """Returns a channel over the members ``indices`` of this group, which copies through host memory too."""
-        found = self.channel.subset(indices)  # one that the transport made goes through the host already
-        return found if isinstance(found, ChannelThroughHost) else ChannelThroughHost(found)
+        channel = self.channel.subset(indices)  # one that the transport made goes through the host already
+        return channel if isinstance(channel, ChannelThroughHost) else ChannelThroughHost(channel)
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Creates the connections of ``channel`` for p2p messages between these pairs of members."""

@@ -62,8 +62,8 @@ class TwoLevels:
         group_of: Callable[[tuple[int, ...], str], Any],
     ) -> None:  # fmt: skip
         by_node: dict[Any, list[int]] = {}
-        for each in ranks:
-            by_node.setdefault(nodes[each], []).append(each)
+        for member in ranks:
+            by_node.setdefault(nodes[member], []).append(member)
         here = tuple(by_node[nodes[rank]])
         self.rank, self.ranks, self.exchange, self.index = rank, ranks, exchange, here.index(rank)
         self.size = len(here)

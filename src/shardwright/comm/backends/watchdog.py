@@ -95,10 +95,10 @@ class Watchdog:
     def _watch(self) -> None:
         before, since_s = None, time.monotonic()
         while not self._closed.wait(min(1.0, self.timeout_s / _LOOKS)):
-            open_calls = [each for each in list(self._under_way) if not each.is_complete]
+            open_calls = [call for call in list(self._under_way) if not call.is_complete]
             # of calls that a stream waits for only the first is known to be under way: later ones may be done
-            head = min(open_calls, key=lambda each: each.order, default=None)
-            first = next((each for each in open_calls if each is head or each.order == inf), None)
+            head = min(open_calls, key=lambda call: call.order, default=None)
+            first = next((call for call in open_calls if call is head or call.order == inf), None)
             if first is not before:
                 before, since_s = first, time.monotonic()
             elif first is not None and time.monotonic() - since_s > self.timeout_s:

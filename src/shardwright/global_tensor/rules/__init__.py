@@ -104,7 +104,7 @@ def _execute(call: OperatorCall, leaves: list[Any], spec: Any) -> Any:
     if _is_composite(call):  # autograd has not decomposed it, as in inference mode
         return func.decompose(*args, **kwargs)
     decision = _decision(call)
-    outs = [kwargs.get(each.name) for each in func._schema.arguments if each.is_out]
+    outs = [kwargs.get(argument.name) for argument in func._schema.arguments if argument.is_out]
     if any(out is not None for out in outs) and any(not args or out is not args[0] for out in outs):
         raise refusal(call, "the result would be written into a tensor of another layout: leave out 'out='")
     # every rank runs the redistributions, members of the placement or not, in the order of the inputs
@@ -258,7 +258,7 @@ def _hashable(given: Any) -> Any:
     if isinstance(given, Tensor):
         return ("tensor", tuple(given.shape), given.stride(), given.dtype)
     if isinstance(given, (list, tuple)):
-        return tuple(_hashable(each) for each in given)
+        return tuple(_hashable(entry) for entry in given)
     return (type(given).__name__, given)
 
 
@@ -294,9 +294,9 @@ def _returned(call: OperatorCall, decision: ShardingDecision, result: Any) -> An
                 local = wrap(local, tuple(meta.shape), layout, meta.stride())
         wrapped.append(local)
     returned = type(result)(wrapped) if many else wrapped[0]
-    if any(each.alias_info is not None for each in schema.returns):
-        for each in wrapped:
-            mark_view(each, call.tensors[0], gathered=_is_copied(call, decision, each))
+    if any(output.alias_info is not None for output in schema.returns):
+        for view in wrapped:
+            mark_view(view, call.tensors[0], gathered=_is_copied(call, decision, view))
     if member and schema._is_view_op() and not many and not torch.is_inference_mode_enabled():
         return return_and_correct_aliasing(call.func, call.args, call.kwargs, returned)
     return returned
@@ -314,7 +314,7 @@ def _is_written(argument: Any) -> bool:
 def _is_copied(call: OperatorCall, decision: ShardingDecision, view: GlobalTensor) -> bool:
     """Whether the input of a view was redistributed or copied, so that the view does not share its memory."""
     x = call.tensors[0]
-    view_memory, memory = (each._local_tensor.untyped_storage().data_ptr() for each in (view, x))
+    view_memory, memory = (tensor._local_tensor.untyped_storage().data_ptr() for tensor in (view, x))
     copied = bool(view._local_tensor.numel()) and view_memory != memory
     return copied or decision.ins[0] != x.sbp
 

@@ -100,8 +100,8 @@ class OperatorCall:
         """
         at = 0
         for number, argument in enumerate(self.func._schema.arguments):
-            given = self.args[number] if number < len(self.args) else self.kwargs.get(argument.name)
-            num = sum(isinstance(leaf, DTensor) for leaf in tree_flatten(given)[0])
+            value = self.args[number] if number < len(self.args) else self.kwargs.get(argument.name)
+            num = sum(isinstance(leaf, DTensor) for leaf in tree_flatten(value)[0])
             if argument.name == name:
                 return at if num else None
             at += num
@@ -112,12 +112,12 @@ class OperatorCall:
 
         Letters are B (broadcast), P (partial sum), or the number of the dim that is split.
         """
-        found: list[Letter] = ["B"] * len(self.tensors)
+        letters: list[Letter] = ["B"] * len(self.tensors)
         for name, letter in of.items():
             place = self.place(name)
             if place is not None:
-                found[place] = letter
-        return tuple(found)
+                letters[place] = letter
+        return tuple(letters)
 
     def with_arg(self, name: str, value: Any, args: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the positional arguments ``args`` of the call with the argument ``name`` replaced by ``value``.
@@ -125,7 +125,7 @@ class OperatorCall:
         Positional arguments that were left out are filled with their defaults.
         """
         arguments = self.func._schema.arguments
-        changed = [*args, *(each.default_value for each in arguments[len(args) :] if not each.kwarg_only)]
+        changed = [*args, *(argument.default_value for argument in arguments[len(args) :] if not argument.kwarg_only)]
         changed[self.names.index(name)] = value
         return tuple(changed)
 
@@ -150,9 +150,9 @@ class ShardingDecision:
 
     def local_shape_of(self, call: OperatorCall, output: int = 0) -> tuple[int, ...]:
         """Returns the shape of this rank's local tensor of output number ``output`` of the call."""
-        given = call.outputs[output]
-        assert given is not None
-        return local_shape(tuple(given.shape), GlobalLayout(call.placement, self.outs[output]), current_world().rank)
+        meta = call.outputs[output]
+        assert meta is not None
+        return local_shape(tuple(meta.shape), GlobalLayout(call.placement, self.outs[output]), current_world().rank)
 
 
 def to_sbp(letter: Letter) -> Sbp:
@@ -227,7 +227,7 @@ def empty_results(call: OperatorCall, decision: ShardingDecision) -> Any:
 
 def _zero_results(call: OperatorCall, decision: ShardingDecision) -> Any:
     """Returns zeros of the local shapes, in the tuple or list that the operator returns."""
-    found = [
+    zeros = [
         None if meta is None else torch.zeros(
             decision.local_shape_of(call, number), dtype=meta.dtype, device=call.tensors[0]._local_tensor.device
         )
@@ -235,10 +235,10 @@ def _zero_results(call: OperatorCall, decision: ShardingDecision) -> Any:
     ]  # fmt: skip
     returns = call.func._schema.returns
     if len(returns) > 1:
-        return tuple(found)
+        return tuple(zeros)
     if returns and str(returns[0].type) == "List[Tensor]":
-        return found
-    return found[0] if found else None
+        return zeros
+    return zeros[0] if zeros else None
 
 
 _MOST_ELEMENTS_TRIED = 2**20

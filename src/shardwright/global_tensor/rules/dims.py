@@ -21,10 +21,10 @@ PARTIAL: Way = (("P",), ("P",))
 
 def _named(call: OperatorCall, name: str = "dim") -> tuple[int, ...]:
     """Returns the dims that an argument names, counted from the first; all dims if it is None or empty."""
-    given, num = call.arg(name), len(call.shapes[0])
-    if given is None or (isinstance(given, (list, tuple)) and not given):
+    dims, num = call.arg(name), len(call.shapes[0])
+    if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         return tuple(range(num))
-    return tuple(dim % max(num, 1) for dim in ([given] if isinstance(given, int) else given))
+    return tuple(dim % max(num, 1) for dim in ([dims] if isinstance(dims, int) else dims))
 
 
 def _other_dims(call: OperatorCall, along: Sequence[int], *, removed: bool = False) -> list[Way]:
@@ -105,7 +105,7 @@ def _cross(call: OperatorCall) -> ShardingDecision:
     ways: list[Way] = []
     for dim, size in enumerate(shape):  # both inputs are broadcast to the output's shape
         if dim != along:
-            ways.append((tuple(dim if given[dim] == size else "B" for given in call.shapes), (dim,)))
+            ways.append((tuple(dim if in_shape[dim] == size else "B" for in_shape in call.shapes), (dim,)))
     return decide(call, ways)
 
 
@@ -113,7 +113,7 @@ def _cat(call: OperatorCall) -> ShardingDecision:
     num, shape = len(call.tensors), call.out_shape
     along = call.dim(num_dims=len(shape))
     ways: list[Way] = [((dim,) * num, (dim,)) for dim in range(len(shape)) if dim != along]
-    if any(len(given) != len(shape) for given in call.shapes):  # torch lets an empty 1-D tensor join any
+    if any(len(in_shape) != len(shape) for in_shape in call.shapes):  # torch lets an empty 1-D tensor join any
         ways = []
     return decide(call, [*ways, (("P",) * num, ("P",))])
 

@@ -52,9 +52,9 @@ def _run_embedding(
 
 def _check_range(index: Tensor, size: int, what: str, allowed: str, fix: str) -> None:
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
-        given = f"{int(index.min())} to {int(index.max())}"
+        index_range = f"{int(index.min())} to {int(index.max())}"
         raise IndexError(
-            explain(f"{what} is out of range", given=given, allowed=f"0 to {size - 1}, {allowed}", fix=fix)
+            explain(f"{what} is out of range", given=index_range, allowed=f"0 to {size - 1}, {allowed}", fix=fix)
         )
 
 
@@ -100,7 +100,7 @@ def _scatter(call: OperatorCall) -> ShardingDecision:
     ways: list[Way] = [
         ((d,) * len(call.tensors), (d,))
         for d in range(len(shape))
-        if d != along and all(given[d] == shape[d] for given in call.shapes)
+        if d != along and all(in_shape[d] == shape[d] for in_shape in call.shapes)
     ]
     in_place = call.name.endswith("_")
     return decide(call, [w for w in ways if not in_place or w[0][0] == w[1][0]], in_place=in_place)
@@ -127,7 +127,7 @@ def _index(call: OperatorCall) -> ShardingDecision:
     """The rule of ``x[i, :, j]``: splits a dim without an index, or the index if it is the only one."""
     indices = list(call.arg("indices"))
     num = len(call.shapes[0])
-    indexed = [dim for dim, each in enumerate(indices) if isinstance(each, Tensor)]
+    indexed = [dim for dim, entry in enumerate(indices) if isinstance(entry, Tensor)]
     width = max(x.ndim for x in call.tensors[1:])
     # torch puts the indices' dims in the place of the indexed dims if these are adjacent, else first
     adjacent = indexed == list(range(indexed[0], indexed[0] + len(indexed)))

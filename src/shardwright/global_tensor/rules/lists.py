@@ -52,11 +52,11 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if plain in _EQUIVALENT and (end or func._overloadname.startswith("Scalar")):
         plain = _EQUIVALENT[plain]
     single = getattr(torch.ops.aten, plain + end)
-    given = _given(func, args, kwargs)
-    if isinstance(scalars := given.get("scalars"), Tensor):
-        given["scalars"] = scalars.tolist()
-    num = max(len(each) for each in given.values() if isinstance(each, (list, tuple)))
-    calls = (_single_arguments(plain, given, func, number) for number in range(num))
+    arguments = _given(func, args, kwargs)
+    if isinstance(scalars := arguments.get("scalars"), Tensor):
+        arguments["scalars"] = scalars.tolist()
+    num = max(len(values) for values in arguments.values() if isinstance(values, (list, tuple)))
+    calls = (_single_arguments(plain, arguments, func, number) for number in range(num))
     results = [single(*positional, **named) for positional, named in calls]
     return None if end else results
 
@@ -86,26 +86,27 @@ def _single_arguments(
 
 def _fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Runs a fused optimizer step on this rank's slices, on gradients redistributed to the parameters' layouts."""
-    given = _given(func, args, kwargs)
-    lists = {name: list(value) for name, value in given.items() if isinstance(value, (list, tuple))}
-    rest = {name: value for name, value in given.items() if name not in lists}
+    arguments = _given(func, args, kwargs)
+    lists = {name: list(value) for name, value in arguments.items() if isinstance(value, (list, tuple))}
+    options = {name: value for name, value in arguments.items() if name not in lists}
     for parameter, *others in zip(lists["self"], *(_states(lists)), strict=True):
         for state in others:
             _redistribute_new_state(state, parameter)
-        _check(func, parameter, others, rest)
-    count_writes([*lists["self"], *(each for states in _states(lists) for each in states)])
+        _check(func, parameter, others, options)
+    count_writes([*lists["self"], *(tensor for states in _states(lists) for tensor in states)])
     pairs = list(zip(lists["grads"], lists["self"], strict=True))
     lists["grads"] = [grad.to_global(parameter.placement, parameter.sbp) for grad, parameter in pairs]
-    held = [
+    numbers = [
         number
         for number, parameter in enumerate(lists["self"])
         if current_world().rank in parameter.placement and parameter._local_tensor.numel()
     ]
-    if held:  # lists of state that the optimizer does not use are empty
+    if numbers:  # lists of state that the optimizer does not use are empty
         local = {
-            name: [getattr(each[i], "_local_tensor", each[i]) for i in held if each] for name, each in lists.items()
+            name: [getattr(tensors[i], "_local_tensor", tensors[i]) for i in numbers if tensors]
+            for name, tensors in lists.items()
         }
-        func(**local, **rest)
+        func(**local, **options)
 
 
 def _redistribute_new_state(state: Any, parameter: Any) -> None:
@@ -118,16 +119,16 @@ def _redistribute_new_state(state: Any, parameter: Any) -> None:
 
 def _states(lists: dict[str, list[Any]]) -> list[list[Any]]:
     """Returns the lists of optimizer state with the parameters' shapes, which the step writes to."""
-    return [each for name, each in lists.items() if each and name not in ("self", "grads", "state_steps")]
+    return [tensors for name, tensors in lists.items() if tensors and name not in ("self", "grads", "state_steps")]
 
 
 def _check(func: Any, parameter: Any, states: list[Any], rest: dict[str, Any]) -> None:
-    if any(is_gathered_view(each) for each in (parameter, *states)):
+    if any(is_gathered_view(tensor) for tensor in (parameter, *states)):
         _refuse(func, "a view of a cut tensor that was gathered to be looked at", "parameters that are no views")
     scaled = [name for name in ("grad_scale", "found_inf") if rest.get(name) is not None]
     if any(one.is_partial() for one in parameter.sbp):
         _refuse(func, f"a parameter that is {sbp_text(parameter.sbp)}", "parameters that are split or broadcast")
-    if any(not isinstance(each, DTensor) or tuple(each._spec.placements) != parameter.sbp for each in states):
+    if any(not isinstance(state, DTensor) or tuple(state._spec.placements) != parameter.sbp for state in states):
         _refuse(func, f"state of another layout than its parameter, {sbp_text(parameter.sbp)}", "state of its layout")
     if scaled or any(isinstance(value, DTensor) for value in rest.values()):
         _refuse(func, ", ".join(scaled) or "a global tensor as an option", "plain numbers")

@@ -63,7 +63,7 @@ def _elementwise(call: OperatorCall) -> ShardingDecision:
     shape = call.shapes[0]
     if call.arg("reduction") == NONE:
         return pointwise.rule(call)
-    alike = all(given == shape for given in call.shapes)
+    alike = all(in_shape == shape for in_shape in call.shapes)
     ways: list[Way] = [((dim,) * len(call.tensors), ("P",)) for dim in range(len(shape))] if alike else []
     return decide(call, ways, _mean_over(shape))
 
@@ -73,7 +73,7 @@ def _elementwise_backward(call: OperatorCall) -> ShardingDecision:
     shape, reduction = call.out_shape, call.arg("reduction")
     ways: list[Way] = []
     for dim in range(len(shape)):
-        alike = all(given == shape for given in call.shapes[1:])
+        alike = all(in_shape == shape for in_shape in call.shapes[1:])
         if alike and (reduction != NONE or call.shapes[0] == shape):
             ways.append(((dim if reduction == NONE else "B", *(dim,) * (len(call.tensors) - 1)), (dim,)))
     return decide(call, ways, _mean_over(shape))
@@ -85,8 +85,8 @@ def _mean_over(shape: tuple[int, ...]) -> RunOperator:
     def run(call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if call.arg("reduction") != MEAN or all(one == broadcast for one in decision.outs[0]):
             return call.func(*args, **kwargs)
-        given = call.with_arg("reduction", SUM, args), kwargs
-        args, kwargs = tree_map(lambda x: x.to(sum_dtype(x.dtype)) if isinstance(x, Tensor) else x, given)
+        arguments = call.with_arg("reduction", SUM, args), kwargs
+        args, kwargs = tree_map(lambda x: x.to(sum_dtype(x.dtype)) if isinstance(x, Tensor) else x, arguments)
         return (call.func(*args, **kwargs) / prod(shape)).to(call.output.dtype)
 
     return run
@@ -97,10 +97,10 @@ def _with_logits(call: OperatorCall) -> ShardingDecision:
     shape = call.shapes[0]
     ways: list[Way] = []
     for dim, size in enumerate(shape):
-        own = [dim - len(shape) + len(given) for given in call.shapes]
-        cut = [at if at >= 0 and given[at] == size else "B" for at, given in zip(own, call.shapes, strict=True)]
-        if cut[:2] == [dim, dim]:
-            ways.append((tuple(cut), (dim if call.arg("reduction") == NONE else "P",)))
+        dims = [dim - len(shape) + len(in_shape) for in_shape in call.shapes]
+        ins = [at if at >= 0 and in_shape[at] == size else "B" for at, in_shape in zip(dims, call.shapes, strict=True)]
+        if ins[:2] == [dim, dim]:
+            ways.append((tuple(ins), (dim if call.arg("reduction") == NONE else "P",)))
     return decide(call, ways, _mean_over(shape))
 
 

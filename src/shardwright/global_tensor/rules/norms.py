@@ -59,7 +59,7 @@ def _batch_norm(call: OperatorCall) -> ShardingDecision:
     num, saved = len(call.shapes[0]), call.outputs[1:]
     if not call.arg("training"):
         # no statistics are computed: their outputs are empty, whatever shape the meta device gives them
-        call.outputs = [call.outputs[0], *(None if each is None else each.new_empty(0) for each in saved)]
+        call.outputs = [call.outputs[0], *(None if output is None else output.new_empty(0) for output in saved)]
         ways: list[Way] = [(call.letters(input=dim), (dim, "B", "B")) for dim in range(num) if dim != 1]
         return decide(call, [*ways, (_channels(call), (1, "B", "B"))], _run_evaluation)
     if any(to_letter(one) not in ("B", "P", 1) for one in call.tensors[0].sbp):

@@ -51,7 +51,7 @@ def is_pointwise(call: OperatorCall) -> bool:
     if is_in_place(call):  # torch tags only the operator that returns a new tensor
         plain = getattr(torch.ops.aten, _base(call), None)
         overloads = [] if plain is None else [getattr(plain, overload) for overload in plain.overloads()]
-        return any(torch.Tag.pointwise in each.tags for each in (call.func, *overloads))
+        return any(torch.Tag.pointwise in operator.tags for operator in (call.func, *overloads))
     return torch.Tag.pointwise in call.func.tags and not _is_reduced_loss(call)
 
 
@@ -70,9 +70,9 @@ def rule(call: OperatorCall) -> ShardingDecision:
     ways: list[Way] = []
     for dim, size in enumerate(shape):
         ins: list[Letter] = []
-        for given in call.shapes:
-            own = dim - (len(shape) - len(given))
-            ins.append(own if own >= 0 and given[own] == size else "B")
+        for in_shape in call.shapes:
+            in_dim = dim - (len(shape) - len(in_shape))
+            ins.append(in_dim if in_dim >= 0 and in_shape[in_dim] == size else "B")
         if not is_in_place(call) or ins[0] == dim:
             ways.append((tuple(ins), (dim,) * len(call.outputs)))
     ways += _linear_ways(call)
@@ -94,14 +94,14 @@ def _linear_ways(call: OperatorCall) -> list[Way]:
         return [PARTIAL]
     if not _same_kind(call):
         return []
-    found: list[Way] = []
+    ways: list[Way] = []
     if base == "_to_copy":
-        found = [PARTIAL]
+        ways = [PARTIAL]
     elif base in ("copy", "add", "sub") and num == 2:
-        found = [both] if base == "copy" or isfinite(call.arg("alpha")) else []
+        ways = [both] if base == "copy" or isfinite(call.arg("alpha")) else []
     elif base == "mul" or (base == "div" and call.func._overloadname in ("Tensor", "Scalar")):
-        found = _scaled(call, base)
-    return [way for way in found if _keeps_terms(call, way)]
+        ways = _scaled(call, base)
+    return [way for way in ways if _keeps_terms(call, way)]
 
 
 def _keeps_terms(call: OperatorCall, way: Way) -> bool:
@@ -121,8 +121,8 @@ def _scaled(call: OperatorCall, base: str) -> list[Way]:
     """
     if len(call.tensors) == 2 and call.tensors[0] is call.tensors[1]:
         return []
-    numbers = [number_of(each) for each in call.args[:2]]
-    if any(each is not None and not isfinite(each) for each in numbers):
+    numbers = [number_of(argument) for argument in call.args[:2]]
+    if any(number is not None and not isfinite(number) for number in numbers):
         return []
     if base == "div" and (call.args[0] is not call.tensors[0] or not numbers[1]):
         return []

@@ -31,16 +31,16 @@ def _added_product(ways: list[Way]) -> Callable[[OperatorCall], ShardingDecision
     def rule(call: OperatorCall) -> ShardingDecision:
         check_dtypes(call)
         shape, added = call.out_shape, call.shapes[0]
-        found: list[Way] = []
+        added_ways: list[Way] = []
         for ins, (out,) in ways:
             if out == "P":
                 # a factor that is infinite would turn a term of zero into nan
                 if isfinite(call.arg("alpha")) and isfinite(call.arg("beta")):
-                    found.append((("P", *ins), (out,)))
+                    added_ways.append((("P", *ins), (out,)))
                 continue
-            own = int(out) - (len(shape) - len(added))  # the first tensor's dims are aligned at the last one
-            found.append(((own if own >= 0 and added[own] == shape[int(out)] else "B", *ins), (out,)))
-        return decide(call, found)
+            at = int(out) - (len(shape) - len(added))  # the first tensor's dims are aligned at the last one
+            added_ways.append(((at if at >= 0 and added[at] == shape[int(out)] else "B", *ins), (out,)))
+        return decide(call, added_ways)
 
     return rule
 

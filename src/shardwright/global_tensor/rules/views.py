@@ -31,9 +31,9 @@ def _reshape(call: OperatorCall) -> ShardingDecision:
     for dim in {one.dim for one in sbp if isinstance(one, Shard)}:
         axes = [i for i, one in enumerate(sbp) if isinstance(one, Shard) and one.dim == dim]
         while axes:  # gathers along the fastest axis, then the next, until the remaining slices survive the reshape
-            found = _same_slices(call, before, after, dim, axes)
-            if found is not None:
-                outs = [split(found) if axis in axes else one for axis, one in enumerate(outs)]
+            new_dim = _same_slices(call, before, after, dim, axes)
+            if new_dim is not None:
+                outs = [split(new_dim) if axis in axes else one for axis, one in enumerate(outs)]
                 break
             ins[axes.pop()] = broadcast
     outs = [one if ins[i] == sbp[i] else broadcast for i, one in enumerate(outs)]
@@ -105,9 +105,9 @@ def _unsqueeze(call: OperatorCall) -> ShardingDecision:
 
 def _squeeze(call: OperatorCall) -> ShardingDecision:
     shape = call.shapes[0]
-    given = call.arg("dim") if "dim" in call.names else None
-    named = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
-    gone = [dim for dim in {d % max(len(shape), 1) for d in named} if shape and shape[dim] == 1]
+    argument = call.arg("dim") if "dim" in call.names else None
+    dims = range(len(shape)) if argument is None else [argument] if isinstance(argument, int) else argument
+    gone = [dim for dim in {d % max(len(shape), 1) for d in dims} if shape and shape[dim] == 1]
 
     def run(call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0].squeeze(tuple(gone))  # dims of size 1 in the global tensor, not in the local one

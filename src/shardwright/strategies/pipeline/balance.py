@@ -74,7 +74,7 @@ class StageShares:
     def _shares(self, values: Sequence[float]) -> list[float]:
         """Returns the running sums of ``values``, from 0, scaled to end at the number of stages."""
         unit = (sum(values) or 1.0) / self.num_stages
-        return [each / unit for each in accumulate(values, initial=0.0)]
+        return [running_sum / unit for running_sum in accumulate(values, initial=0.0)]
 
     def of(self, bounds: Bounds) -> list[tuple[float, float]]:
         """Returns the share of the work, and of the parameters, of each stage; 1.0 is even."""
@@ -114,7 +114,7 @@ class StageShares:
         if self.stage_of != (*range(num), *reversed(range(num))):
             return None
         return next(
-            (found for most in FOLDED if (found := self.folded_within(min(most, UNEVEN), most)) is not None), None
+            (bounds for most in FOLDED if (bounds := self.folded_within(min(most, UNEVEN), most)) is not None), None
         )
 
     def folded_within(self, most_work: float, most_held: float) -> Bounds | None:
@@ -124,21 +124,21 @@ class StageShares:
         """
         limits = ((self.work_before, most_work), (self.held_before, most_held))
         # by the number of calls in front: where the calls behind begin, as early as can be, and all bounds so far
-        taken: dict[int, tuple[int, Bounds, Bounds]] = {0: (self.num_calls, (0,), (self.num_calls,))}
-        for left in range(2 * self.num_stages - 2, -1, -2):  # the chunks of the stages that follow
-            found: dict[int, tuple[int, Bounds, Bounds]] = {}
-            for start, (stop, fronts, backs) in taken.items():
-                for first in range(start + 1, stop - left):
+        choices: dict[int, tuple[int, Bounds, Bounds]] = {0: (self.num_calls, (0,), (self.num_calls,))}
+        for num_left in range(2 * self.num_stages - 2, -1, -2):  # the chunks of the stages that follow
+            next_choices: dict[int, tuple[int, Bounds, Bounds]] = {}
+            for start, (stop, fronts, backs) in choices.items():
+                for first in range(start + 1, stop - num_left):
                     room = [
-                        bisect_left(each, each[first] - each[start] + each[stop] - most - 1e-9) for each, most in limits
+                        bisect_left(sums, sums[first] - sums[start] + sums[stop] - most - 1e-9) for sums, most in limits
                     ]
-                    last = max(first + left, *room)
+                    last = max(first + num_left, *room)
                     if last >= stop:
                         break
-                    if first not in found or last < found[first][0]:
-                        found[first] = last, (*fronts, first), (last, *backs)
-            taken = found
-        return next(((*fronts, *backs[1:]) for first, (last, fronts, backs) in taken.items() if first == last), None)
+                    if first not in next_choices or last < next_choices[first][0]:
+                        next_choices[first] = last, (*fronts, first), (last, *backs)
+            choices = next_choices
+        return next(((*fronts, *backs[1:]) for first, (last, fronts, backs) in choices.items() if first == last), None)
 
 
 def _has_between(calls: Sequence[int], first: int, stop: int) -> bool:
@@ -165,21 +165,21 @@ def evened(cuts: Sequence[Sequence[int]], shares: StageShares, sent: Sequence[in
         return list(cuts[0])
 
     def even(of: Bounds) -> CutCost:
-        found = [max(each) for each in shares.of(of)]
-        if round(max(found), 6) <= UNEVEN:
-            return 0.0, sum(sent[each] for each in of)
-        return 1.0, sum(each**POWER for each in found)
+        stage_shares = [max(pair) for pair in shares.of(of)]
+        if round(max(stage_shares), 6) <= UNEVEN:
+            return 0.0, sum(sent[bound] for bound in of)
+        return 1.0, sum(share**POWER for share in stage_shares)
 
     def work_first(of: Bounds) -> CutCost:
-        found = shares.of(of)
-        return sum(max(work, UNEVEN) ** POWER for work, _ in found), sum(held**POWER for _, held in found)
+        stage_shares = shares.of(of)
+        return sum(max(work, UNEVEN) ** POWER for work, _ in stage_shares), sum(held**POWER for _, held in stage_shares)
 
     if (folded := shares.folded()) is not None:
         bounds.append(folded)
-    found = min((_moved(each, even) for each in bounds), key=even)
-    if even(found)[0]:
-        found = min((bounds[0], found, *(_moved(each, work_first) for each in bounds)), key=work_first)
-    return list(found[:-1])
+    best = min((_moved(origin, even) for origin in bounds), key=even)
+    if even(best)[0]:
+        best = min((bounds[0], best, *(_moved(origin, work_first) for origin in bounds)), key=work_first)
+    return list(best[:-1])
 
 
 def _moved(bounds: Bounds, price: Callable[[Bounds], CutCost]) -> Bounds:

@@ -66,20 +66,20 @@ def cut(
         return _by_hand(model, num_chunks, names, example, num_tokens, seconds, closed, whole)
     opened: set[str] = set()
     kept_closed: set[str] = set(closed)
-    given = arguments_given(model, example) if example is not None else ()
-    graph = read_graph(model, opened, given, whole)
+    arguments = arguments_given(model, example) if example is not None else ()
+    graph = read_graph(model, opened, arguments, whole)
     best: tuple[float, Stages] | None = None
     for finest in FINEST[:1] if seconds or num_chunks > MOST_EVENED else FINEST:
         costs, movable = _costs(model, graph, example, num_tokens, seconds), _movable(graph, model)
         while large := _to_open(model, movable, costs, num_chunks, kept_closed, finest):
-            together = _read_opened(model, opened, large, given, whole)
-            for each in [large] if together is not None else [{module} for module in sorted(large)]:
-                found = together if each == large else _read_opened(model, opened, each, given, whole)
-                if found is None:
-                    kept_closed |= each
+            together = _read_opened(model, opened, large, arguments, whole)
+            for modules in [large] if together is not None else [{module} for module in sorted(large)]:
+                new_graph = together if modules == large else _read_opened(model, opened, modules, arguments, whole)
+                if new_graph is None:
+                    kept_closed |= modules
                 else:
-                    graph = found
-                    opened |= each
+                    graph = new_graph
+                    opened |= modules
             costs, movable = _costs(model, graph, example, num_tokens, seconds), _movable(graph, model)
         unread = kept_closed.difference(closed)
         if len(movable) < num_chunks:
@@ -138,14 +138,14 @@ def _movable(graph: fx.Graph, model: nn.Module) -> list[CallSite]:
     Left out are stateless calls that depend on the model's inputs alone: every chunk that needs them repeats them.
     """
     free: set[fx.Node] = set()
-    found = []
+    movable = []
     for node, site in sites(graph):
         stateless = site is None or is_stateless(model.get_submodule(site.module))
-        if node.op != "get_attr" and stateless and all(each in free for each in node.all_input_nodes):
+        if node.op != "get_attr" and stateless and all(input_node in free for input_node in node.all_input_nodes):
             free.add(node)
         elif site is not None:
-            found.append(site)
-    return found
+            movable.append(site)
+    return movable
 
 
 def _to_open(
@@ -157,7 +157,7 @@ def _to_open(
     It returns none if there are as many calls as chunks and none exceeds that part.
     """
     share = finest * total([costs[site] for site in movable]).work / num_chunks
-    found, costliest = set[str](), set[str]()
+    paths, costliest = set[str](), set[str]()
     for site in sorted(movable, key=lambda site: -costs[site].work):
         module = model.get_submodule(site.module)
         from_torch = type(module).__module__.startswith("torch.nn.") and type(module) not in KNOWN_LOOPS
@@ -165,8 +165,8 @@ def _to_open(
             continue
         costliest = costliest or {site.module}
         if costs[site].work > share * (1 + 1e-9):
-            found.add(site.module)
-    return found or (costliest if len(movable) < num_chunks else set())
+            paths.add(site.module)
+    return paths or (costliest if len(movable) < num_chunks else set())
 
 
 def _read_opened(
@@ -225,7 +225,9 @@ def _reads(model: nn.Module, graph: fx.Graph, movable: Sequence[CallSite]) -> It
     call = 0
     for node, site in sites(graph):
         call = numbers.get(site, call) if site is not None else call
-        yield from ((str(each.target), call) for each in node.all_input_nodes if each.op == "get_attr")
+        yield from (
+            (str(input_node.target), call) for input_node in node.all_input_nodes if input_node.op == "get_attr"
+        )
         if site is not None and site in numbers:
             yield from ((name, call) for name in inside.get(site.module, ()))
 
@@ -282,8 +284,8 @@ def _stages(
     check_writes(graph, chunked.nodes, model)
     for module in {site.module for site in movable}:
         _check_draws(model, module, {chunk_of[site] for site in movable if site.module == module})
-    each = tuple(total([costs[site] for site in movable[a:b]]) for a, b in pairwise(bounds))
-    return Stages(model, chunked, each, opened)
+    chunk_costs = tuple(total([costs[site] for site in movable[a:b]]) for a, b in pairwise(bounds))
+    return Stages(model, chunked, chunk_costs, opened)
 
 
 def _check_draws(model: nn.Module, path: str, chunks: Collection[int]) -> None:
@@ -293,7 +295,7 @@ def _check_draws(model: nn.Module, path: str, chunks: Collection[int]) -> None:
     that is the dropout's number only if each call of the module is one call of the dropout.
     """
     module = model.get_submodule(path)
-    drops = [name for name, each in module.named_modules() if name and isinstance(each, DROPOUTS) and each.p > 0]
+    drops = [name for name, layer in module.named_modules() if name and isinstance(layer, DROPOUTS) and layer.p > 0]
     if len(chunks) < 2 or not drops or type(module).__module__.startswith("torch.nn."):
         return
     graph = trace(module, deep=True, shows_weights=True)
@@ -323,24 +325,24 @@ def _by_hand(
     model: nn.Module, num_chunks: int, names: Sequence[str], example: Any, num_tokens: int,
     seconds: Mapping[str, float] | None, closed: Collection[str], whole: Collection[str],
 ) -> Stages:  # fmt: skip
-    given = ",".join(names)
+    names_text = ",".join(names)
     for name in names:
         around = next((path for path in sorted(closed) if name.startswith(f"{path}.")), None)
         if around is not None:
             raise LayoutError(
                 f"no stage can begin at '{name}'",
-                given=f"cut:{given}, under a layout that treats '{around}' as one layer",
+                given=f"cut:{names_text}, under a layout that treats '{around}' as one layer",
                 allowed=f"'{around}', and names outside of it",
-                fix="write cut:" + ",".join(around if each == name else each for each in names),
+                fix="write cut:" + ",".join(around if stage_name == name else stage_name for stage_name in names),
             )
-    known = [name for name, _ in model.named_modules() if name]
+    module_names = [name for name, _ in model.named_modules() if name]
     for name in names:
-        if name not in known:
+        if name not in module_names:
             raise LayoutError(
                 f"the model has no module '{name}' to cut at",
-                given=f"cut:{given}",
-                allowed="names of modules: " + ", ".join(name for name in known if name.count(".") < 2),
-                fix=fix_for(name, known),
+                given=f"cut:{names_text}",
+                allowed="names of modules: " + ", ".join(name for name in module_names if name.count(".") < 2),
+                fix=fix_for(name, module_names),
             )
     check_num_names(names, num_chunks)
     opened = {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(1, len(parts))}
@@ -348,20 +350,20 @@ def _by_hand(
     movable = _movable(graph, model)
     starts: list[int] = []
     for name in names:
-        found = [i for i, site in enumerate(movable) if f"{site.module}.".startswith(f"{name}.")]
-        if not found:
+        call_numbers = [i for i, site in enumerate(movable) if f"{site.module}.".startswith(f"{name}.")]
+        if not call_numbers:
             raise LayoutError(
                 f"no stage can begin at '{name}'",
-                given=f"cut:{given}",
+                given=f"cut:{names_text}",
                 allowed="modules that the model's code calls itself: " + _list_modules(movable),
                 fix=fix_for(name, [site.module for site in movable]),
             )
-        starts.append(found[0])
+        starts.append(call_numbers[0])
     if sorted(set(starts)) != starts:
         order = sorted(zip(starts, names, strict=True))
         raise LayoutError(
             "the stages are not in the order in which the model runs them",
-            given=f"cut:{given}",
+            given=f"cut:{names_text}",
             allowed="each name once, in the order of the calls: " + _list_modules(movable),
             fix="write cut:" + ",".join(dict.fromkeys(name for _, name in order)) + " with as many stages",
         )
@@ -389,7 +391,7 @@ def stages_by_device(model: nn.Module) -> tuple[str, ...]:
     """
     if len({p.device for p in model.parameters()}) < 2:
         return ()
-    found: list[tuple[str, object]] = []
+    starts: list[tuple[str, object]] = []
     for site in _movable(read_graph(model), model):
         devices = {p.device for p in model.get_submodule(site.module).parameters()}
         if len(devices) > 1:
@@ -399,6 +401,6 @@ def stages_by_device(model: nn.Module) -> tuple[str, ...]:
                 allowed="one device for each module that the model's code calls",
                 fix="move the module to one device, or name the stages by hand: pp2/cut:first,second",
             )
-        if devices and (not found or found[-1][1] not in devices):
-            found.append((site.module, devices.pop()))
-    return tuple(name for name, _ in found) if len(found) > 1 else ()
+        if devices and (not starts or starts[-1][1] not in devices):
+            starts.append((site.module, devices.pop()))
+    return tuple(name for name, _ in starts) if len(starts) > 1 else ()

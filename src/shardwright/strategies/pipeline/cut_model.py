@@ -54,26 +54,26 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
 
     if runs_on_shards(plan):
         return by_record()
-    found: Stages | None = None
+    traced: Stages | None = None
     failure: UnknownCodeError | PlanError | None = None
     try:
         whole = blocks_kept_whole(job.model, plan.layout)
-        found = cut(job.model, num_chunks, example=job.example, num_tokens=job.num_tokens, whole=whole, **asked)
+        traced = cut(job.model, num_chunks, example=job.example, num_tokens=job.num_tokens, whole=whole, **asked)
         why = _held_elsewhere(job.model)
         if not why and job.example is not None:
-            why = difference_from_forward(job.model, found.chunked, job.example)
-        if not why and job.graph is not None and (module := _keeps_between_stages(found, job.graph)):
+            why = difference_from_forward(job.model, traced.chunked, job.example)
+        if not why and job.graph is not None and (module := _keeps_between_stages(traced, job.graph)):
             why = f"'{module}' keeps what one of its calls computes in an attribute, for a call on another stage"
-        if not why and (value := crossing_selection(found.chunked)):
+        if not why and (value := crossing_selection(traced.chunked)):
             why = f"values decide how many rows '{value}' has, which one stage would send to another"
         if why:
-            found = None
+            traced = None
             raise not_followed(job.model, why, has_example=job.example is not None)
         if job.example is not None:
             modes = tuple(module.training for module in job.model.modules())
-            found = replace(found, compared=(arguments_given(job.model, job.example), modes))
-        if not found.gives_dict and (not found.unread or _most_work(found) <= MOST_OF_ONE):
-            return found
+            traced = replace(traced, compared=(arguments_given(job.model, job.example), modes))
+        if not traced.gives_dict and (not traced.unread or _most_work(traced) <= MOST_OF_ONE):
+            return traced
     except (UnknownCodeError, PlanError) as error:  # unknown code, or inputs that it takes as *args or **kwargs
         failure = error
     except LayoutError:
@@ -90,14 +90,14 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
             if not isinstance(failure, PlanError):
                 raise
         else:
-            if found is None or found.gives_dict or _most_work(recorded) < _most_work(found):
+            if traced is None or traced.gives_dict or _most_work(recorded) < _most_work(traced):
                 return recorded
     if failure is not None:
         if job.recorded and job.example is not None:  # neither way is open: a record may say what is in its way
             with suppress(TypeError):
                 by_record()
         raise failure
-    assert found is not None, "cut, or failed"
+    assert traced is not None, "cut, or failed"
     if job.example is not None and others == {"tp"} and not job.recorded:
         raise UnknownCodeError(
             f"the stages of {type(job.model).__name__} would be cut from code that is not followed everywhere",
@@ -105,7 +105,7 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
             allowed="a record of the forward, with tensor parallelism that runs on shards",
             fix="leave out tp",
         )
-    return found
+    return traced
 
 
 def _check_writes(job: Job, stages: EventStages) -> None:
@@ -154,7 +154,7 @@ def _held_elsewhere(model: nn.Module) -> str:
     for path, module in model.named_modules():
         seen: dict[int, Any] = {}
         for attribute, value in unregistered_attributes(module):
-            held = (names[id(each)] for _, each in reached(value, seen, registered) if id(each) in names)
+            held = (names[id(part)] for _, part in reached(value, seen, registered) if id(part) in names)
             other = next((name for name in held if path not in homes[name]), "")
             if other:
                 return f"'{attribute}' of {path or 'the model'} holds the parameter '{other}' of another module"

@@ -89,7 +89,7 @@ def cut_events(
     closed = {*closed, *(path for path in hooked if has_backward_hooks(model.get_submodule(path)))}
     closed |= {path for path, _ in derived_batch_norms(model)}  # its statistics are taken around its own code
     registered = {id(module) for module in model.modules()}
-    holding = {path for path, each in model.named_modules() if path and _holds_own_parameters(each, registered)}
+    holding = {path for path, module in model.named_modules() if path and _holds_own_parameters(module, registered)}
     closed |= holding
     record, inputs = _recorded(model, example, (), values)
     if uncalled := holding - {scope.path for scope in record.scopes}:
@@ -142,9 +142,9 @@ def _holds_own_parameters(module: nn.Module, registered: Collection[int]) -> boo
     """
     if isinstance(module, nn.RNNBase):
         return False
-    own, seen = {id(parameter) for parameter in module.parameters(recurse=False)}, dict[int, Any]()
-    held = (each for _, value in unregistered_attributes(module) for _, each in reached(value, seen, registered))
-    return bool(own) and any(id(each) in own for each in held)
+    own_ids, seen = {id(parameter) for parameter in module.parameters(recurse=False)}, dict[int, Any]()
+    held = (part for _, value in unregistered_attributes(module) for _, part in reached(value, seen, registered))
+    return bool(own_ids) and any(id(part) in own_ids for part in held)
 
 
 def _cut(
@@ -161,17 +161,17 @@ def _cut(
     while True:
         opened = opened_modules(model, record, num_chunks, names, closed, finest) | escaped
         units = units_of(model, record, opened)
-        found, _ = _recorded(model, inputs, units)
-        out_of = {found.events[number].name for number in found.escaping}
+        cut_record, _ = _recorded(model, inputs, units)
+        out_of = {cut_record.events[number].name for number in cut_record.escaping}
         for path in out_of:
             module = model.get_submodule(path)
             if path in escaped or has_backward_hooks(module) or next(module.children(), None) is None:
                 raise _escapes(path)
         # what a unit decides by its inputs, other stages must decide too
-        deciding = {found.events[number].name for number in found.deciding} - escaped - {*closed}
+        deciding = {cut_record.events[number].name for number in cut_record.deciding} - escaped - {*closed}
         deciding = {path for path in deciding if not is_layer_of_torch(model.get_submodule(path))}
         # what one call of a unit leaves in the module for another one, that one needs on its own stage
-        called = [path for path in sorted(units - escaped - {*closed}) if len(found.calls[path]) > 1]
+        called = [path for path in sorted(units - escaped - {*closed}) if len(cut_record.calls[path]) > 1]
         keeping = modules_keeping_state(model, inputs, called)
         for path, counter in keeping.items():
             if counter:
@@ -182,9 +182,9 @@ def _cut(
     for (path, name), value in _settings(model).items():
         if before.get((path, name), value) != value and path in opened:
             raise _counts(f"{path}.{name}".lstrip("."))
-    sizes, uses = _uses(model, found)
-    costs = _costs(found, sizes, uses, seconds)
-    sites = _sites(found, names)
+    sizes, uses = _uses(model, cut_record)
+    costs = _costs(cut_record, sizes, uses, seconds)
+    sites = _sites(cut_record, names)
     if names:
         check_num_names(names, num_chunks)
     if len(sites) < num_chunks:
@@ -199,12 +199,12 @@ def _cut(
             fix="ask for fewer stages, or fewer chunks on each" if len(sites) > 1 else "leave out pp",
         )
     works = [cost.work for cost in costs]
-    starts = [0, *sites[1:]] if names else _balanced(found, works, uses, sizes, sites, stage_of)
-    chunked = EventsChunked(found, tuple(_site(found, start) for start in starts), weights_by_module(model))
+    starts = [0, *sites[1:]] if names else _balanced(cut_record, works, uses, sizes, sites, stage_of)
+    chunked = EventsChunked(cut_record, tuple(_site(cut_record, start) for start in starts), weights_by_module(model))
     _check_together(chunked)
-    each = tuple(total(costs[first:stop]) for first, stop in pairwise(chunked.bounds))
+    chunk_costs = tuple(total(costs[first:stop]) for first, stop in pairwise(chunked.bounds))
     uneven = StageShares(works, uses, sizes, stage_of).unevenness(chunked.bounds)
-    return uneven, EventStages(model, chunked, each, frozenset(units), tuple(sorted(opened)))
+    return uneven, EventStages(model, chunked, chunk_costs, frozenset(units), tuple(sorted(opened)))
 
 
 def _recorded(model: nn.Module, inputs: Any, units: Collection[str], values: Any = None) -> tuple[ForwardRecord, Any]:
@@ -225,7 +225,7 @@ def _recorded(model: nn.Module, inputs: Any, units: Collection[str], values: Any
         if record.draws and (record.deciding or not record.is_one_path):
             drawn = [partial(_drawn_as, number) for number in (0.0, 0.999)]
             others = [record_events(model, inputs, units, draw) for draw in drawn]
-            record = max(record, *others, key=lambda each: len(each.events))
+            record = max(record, *others, key=lambda candidate: len(candidate.events))
         return record, inputs
     except (LayoutError, PlanError):
         raise
@@ -321,19 +321,19 @@ def _closed_again(
         for scope in spans
         if any(scope.first < start < scope.stop for start in fine.bounds) or scope.is_free or scope.first == scope.stop
     }
-    inside |= {path for path in stages.opened for each in hooked if each.startswith(f"{path}.")}
+    inside |= {path for path in stages.opened for hooked_path in hooked if hooked_path.startswith(f"{path}.")}
     opened = {"", *inside}
     while len(opened) < len(stages.opened):
         units = units_of(model, whole, opened)
         starts = [_start_of(fine, start, units) for start in fine.bounds[1:-1]]
         try:
             record, _ = _recorded(model, inputs, units)
-            found = EventsChunked(record, (_site(record, 0), *starts), fine.names)
+            chunked = EventsChunked(record, (_site(record, 0), *starts), fine.names)
             names = {record.events[number].name for number in record.escaping | record.deciding} & {*stages.opened}
             if not names - {*closed}:
-                _check_together(found)
-                same = _shapes_sent(found) == _shapes_sent(fine)
-                wider = replace(stages, chunked=found, units=frozenset(units), opened=tuple(sorted(opened)))
+                _check_together(chunked)
+                same = _shapes_sent(chunked) == _shapes_sent(fine)
+                wider = replace(stages, chunked=chunked, units=frozenset(units), opened=tuple(sorted(opened)))
                 return wider if same else stages
         except LayoutError:
             return stages
@@ -379,15 +379,15 @@ def _costs(
 
     With ``seconds``, measured times of modules, the work is computed from these.
     """
-    found, seen = [], set[str]()
+    costs, seen = [], set[str]()
     for event, used in zip(record.events, uses, strict=True):
-        found.append(event.cost._replace(parameter_bytes=sum(sizes[name] for name in used - seen)))
+        costs.append(event.cost._replace(parameter_bytes=sum(sizes[name] for name in used - seen)))
         seen |= used
     if seconds:
         sites = {CallSite(e.name, e.number): n for n, e in enumerate(record.events) if e.number is not None}
-        for site, cost in measured({site: found[number] for site, number in sites.items()}, seconds).items():
-            found[sites[site]] = cost
-    return found
+        for site, cost in measured({site: costs[number] for site, number in sites.items()}, seconds).items():
+            costs[sites[site]] = cost
+    return costs
 
 
 def _site(record: ForwardRecord, number: int) -> CallSite:
@@ -403,10 +403,10 @@ def _sites(record: ForwardRecord, names: Sequence[str]) -> list[int]:
     calls = [number for number, event in enumerate(record.events) if event.number is not None]
     if not names:
         return [number for number in calls if record.events[number].reads]
-    found: list[int] = []
+    sites: list[int] = []
     for name in names:
         inside = [number for number in calls if f"{record.events[number].name}.".startswith(f"{name}.")]
-        if not inside or (found and inside[0] <= found[-1]):
+        if not inside or (sites and inside[0] <= sites[-1]):
             raise LayoutError(
                 f"no stage can begin at '{name}'",
                 given=f"cut:{','.join(names)}",
@@ -414,8 +414,8 @@ def _sites(record: ForwardRecord, names: Sequence[str]) -> list[int]:
                 + ", ".join(dict.fromkeys(record.events[number].name for number in calls)),
                 fix="name modules in the order in which the model calls them",
             )
-        found.append(inside[0])
-    return found
+        sites.append(inside[0])
+    return sites
 
 
 def _balanced(
@@ -472,7 +472,7 @@ def _balanced(
 
     starts = best(sent_bytes)[1]
     if shares.num_stages < num_chunks:  # what counts is the sum of a stage's chunks
-        starts = evened([starts, *(best(lambda *each, n=n: (0.0, each[n]))[1] for n in (0, 1))], shares, sent)
+        starts = evened([starts, *(best(lambda *load, n=n: (0.0, load[n]))[1] for n in (0, 1))], shares, sent)
     return [places[at] for at in starts]
 
 
@@ -490,8 +490,8 @@ def _best(num: int, num_chunks: int, price: Callable[[int, int], CutCost]) -> tu
             for at in range(chunk, stop):
                 (added, largest), (more, size) = best[at][0], price(at, stop)
                 options.append(((added + more, max(largest, size)), at))
-            found, at = min(options)
-            row[stop] = found, [*best[at][1], at]
+            cost, at = min(options)
+            row[stop] = cost, [*best[at][1], at]
         best = row
     return best[num]
 

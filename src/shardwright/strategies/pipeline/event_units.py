@@ -22,18 +22,18 @@ def opened_modules(
     weights, since no stage could begin inside.
     """
     share = record.scopes[0].cost.work / num_chunks
-    found = {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(len(parts))}
+    opened = {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(len(parts))}
     weighted = {path for path, inside in weights_by_module(model).items() if inside}
     callers = {0, *(scope.caller for scope in record.scopes if scope.path in weighted)}
     for number, scope in enumerate(record.scopes):
         module = model.get_submodule(scope.path)
         if scope.path in closed or number not in callers or is_layer_of_torch(module):
             continue
-        is_called = scope.caller < 0 or record.scopes[scope.caller].path in found
+        is_called = scope.caller < 0 or record.scopes[scope.caller].path in opened
         if is_called and (scope.caller < 0 or scope.cost.work > share * finest):
-            found.add(scope.path)
+            opened.add(scope.path)
     free = {scope.path for scope in record.scopes if scope.is_free}
-    return found | (free - {scope.path for scope in record.scopes if not scope.is_free})
+    return opened | (free - {scope.path for scope in record.scopes if not scope.is_free})
 
 
 def is_layer_of_torch(module: nn.Module) -> bool:
@@ -65,7 +65,7 @@ def _uncalled(model: nn.Module, record: ForwardRecord, opened: Collection[str]) 
     paths = {scope.path for scope in record.scopes}
     met = {model.get_submodule(path) for path in paths}
     around = {".".join(parts[:n]) for path in paths for parts in [path.split(".")] for n in range(len(parts))}
-    found = set[str]()
+    uncalled = set[str]()
 
     def look(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
@@ -75,7 +75,7 @@ def _uncalled(model: nn.Module, record: ForwardRecord, opened: Collection[str]) 
                 look(child, inner)
             elif child not in met:
                 met.add(child)
-                found.add(inner)
+                uncalled.add(inner)
 
     look(model, "")
-    return found
+    return uncalled

@@ -41,8 +41,8 @@ from shardwright.errors import PlanError
 
 # torch's type stubs declare these properties, which are written in C, as plain attributes without a getter
 _FACTS = frozenset(
-    each.__get__  # type: ignore[union-attr]
-    for each in (Tensor.shape, Tensor.dtype, Tensor.ndim, Tensor.requires_grad, Tensor.is_meta)
+    descriptor.__get__  # type: ignore[union-attr]
+    for descriptor in (Tensor.shape, Tensor.dtype, Tensor.ndim, Tensor.requires_grad, Tensor.is_meta)
 )
 """The getters whose answers for a ghost (a meta tensor for a tensor of another stage) are those for its tensor.
 
@@ -114,12 +114,12 @@ class GhostMode(TorchFunctionMode):
             raise self._differs("the end of the forward")
         if self._chunk is None:
             return None
-        for each in hidden_tensors(outputs):
-            own = self._value(each.tensor) if value_name(each.tensor) in self._returned else each.tensor
-            if own is not each.tensor and each.replace is None:
-                raise refused_output(each.holder, "pp")
-            if own is not each.tensor and each.replace is not None:
-                each.replace(own)
+        for leaf in hidden_tensors(outputs):
+            value = self._value(leaf.tensor) if value_name(leaf.tensor) in self._returned else leaf.tensor
+            if value is not leaf.tensor and leaf.replace is None:
+                raise refused_output(leaf.holder, "pp")
+            if value is not leaf.tensor and leaf.replace is not None:
+                leaf.replace(value)
         is_own = all(self._value(tensor) is tensor for tensor in tensors_of(outputs))
         return outputs if is_own else tree_map_only(Tensor, self._value, outputs)
 
@@ -128,16 +128,16 @@ class GhostMode(TorchFunctionMode):
     ) -> Any:
         if self._inside or func in _FACTS:
             return func(*args, **kwargs) if kwargs else func(*args)
-        given = tensors_of((args, kwargs)) if kwargs else tensors_of(args)
-        takes = self._takes(given)
+        tensors = tensors_of((args, kwargs)) if kwargs else tensors_of(args)
+        takes = self._takes(tensors)
         if not any(takes):
             return func(*args, **kwargs) if kwargs else func(*args)
         named, name = dict(kwargs or {}), function_name(func)
         event = self._events[self._at] if self._at < len(self._events) else None
         asks = func is Tensor.type and len(args) == 1 and not named  # x.type() gives text
         if event is None or event.number is not None or event.name != name or asks:
-            return self._look(func, name, args, named, given)
-        return self._event(event, takes, given, func, args, named)
+            return self._look(func, name, args, named, tensors)
+        return self._event(event, takes, tensors, func, args, named)
 
     def _takes(self, given: Sequence[Tensor]) -> tuple[Any, ...]:
         return tuple([value_name(tensor) or self._names.of(tensor) for tensor in given])
@@ -180,13 +180,13 @@ class GhostMode(TorchFunctionMode):
             if event is None or event.number is None or event.name != path:
                 raise self._differs(f"a call of '{path}'")
             with below_functions():
-                given = tensors_of((args, named))
-                takes = self._takes(given)
+                tensors = tensors_of((args, named))
+                takes = self._takes(tensors)
             number = self._at
             is_ghost = not self._first <= number < self._stop
             if is_ghost:
                 self._run_hooks("_forward_pre_hooks", path, module, args, named)
-            results = self._event(event, takes, given, original, args, named)
+            results = self._event(event, takes, tensors, original, args, named)
             if is_ghost:
                 self._run_hooks("_forward_hooks", path, module, args, named, results)
             return results
@@ -199,11 +199,11 @@ class GhostMode(TorchFunctionMode):
         ``kind`` is torch's name of the module's dict of hooks. Run are the hooks that the recorded model had, as this
         model has them: a hook may keep what it is given on its own model.
         """
-        recorded, own = (getattr(each, kind) for each in (self._plain[path], module))
+        recorded_hooks, own_hooks = (getattr(owner, kind) for owner in (self._plain[path], module))
         with_named = getattr(self._plain[path], f"{kind}_with_kwargs")
-        for number, hook in list(recorded.items()):
+        for number, hook in list(recorded_hooks.items()):
             with self._natively(), _GhostOperators():
-                own.get(number, hook)(module, args, *([named] if number in with_named else []), *results)
+                own_hooks.get(number, hook)(module, args, *([named] if number in with_named else []), *results)
 
     def _event(
         self, event: ForwardEvent, takes: tuple[Any, ...], given: Sequence[Tensor], call: Any, args: Any, named: Any
@@ -264,10 +264,10 @@ class GhostMode(TorchFunctionMode):
         Raises PlanError for a ghost whose value was not received.
         """
         name = value_name(tensor)
-        found = tensor if name is None else self._real.get(name, tensor)
-        if found.is_meta and self._device.type != "meta":
+        value = tensor if name is None else self._real.get(name, tensor)
+        if value.is_meta and self._device.type != "meta":
             raise self._differs("a use of a value that was not received")
-        return found
+        return value
 
     def _marked(self, event: ForwardEvent, given: Sequence[Tensor], results: Any) -> Any:
         """Tags an event's results with their value names, and adds those that other chunks take to ``made``.
@@ -298,8 +298,8 @@ class GhostMode(TorchFunctionMode):
 
     def _is_copy(self, event: ForwardEvent, name: Any) -> bool:
         """Whether an event copies a value with other strides than in the record, and no event writes to that value."""
-        written = (each.takes[place] for each in self._events for place, _ in each.written)
-        return event.name == "contiguous" and all(each != name for each in written)
+        written = (writer.takes[place] for writer in self._events for place, _ in writer.written)
+        return event.name == "contiguous" and all(written_name != name for written_name in written)
 
     def _keep(self, tensor: Tensor, spec: GhostSpec) -> None:
         if tuple(tensor.shape) != spec.shape:
@@ -381,11 +381,11 @@ class _GhostOperators(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = (args, kwargs or {})
-        tensors = tensors_of(given)
-        if any(each.is_meta for each in tensors) and not all(each.is_meta for each in tensors):
-            given = map_tensors(given, lambda tensor: tensor.to("meta"))
-        return function(*given[0], **given[1])
+        arguments = (args, kwargs or {})
+        tensors = tensors_of(arguments)
+        if any(tensor.is_meta for tensor in tensors) and not all(tensor.is_meta for tensor in tensors):
+            arguments = map_tensors(arguments, lambda tensor: tensor.to("meta"))
+        return function(*arguments[0], **arguments[1])
 
 
 class _NativeContext:

@@ -80,13 +80,13 @@ class GhostStage(PipelineStage[EventStages]):
         Raises: PlanError: ranks have recorded different forwards.
         """
         self._prepare()
-        self._chunks = [self._chunks_for(each) for each in microbatches]
+        self._chunks = [self._chunks_for(microbatch) for microbatch in microbatches]
         keys = [
-            (self._key(number, each, len(microbatches)), chunked.crossing)
-            for number, (each, chunked) in enumerate(zip(microbatches, self._chunks, strict=True))
+            (self._key(number, microbatch, len(microbatches)), chunked.crossing)
+            for number, (microbatch, chunked) in enumerate(zip(microbatches, self._chunks, strict=True))
         ]
         # where one microbatch sends nothing between two chunks and another does, the first sends an empty message
-        edges = {(edge.source, edge.target): edge for each in reversed(self._chunks) for edge in each.edges}
+        edges = {(edge.source, edge.target): edge for chunked in reversed(self._chunks) for edge in chunked.edges}
         self._edges = tuple(edges[pair] for pair in sorted(edges))
         self._route = self._new_route(schedule, self._routes.setdefault(self._edges, []), self._edges)
         self._microbatches, self._last = microbatches, last
@@ -99,17 +99,19 @@ class GhostStage(PipelineStage[EventStages]):
         The values that one chunk sent another have their names in ``planned`` if it lists as many for the two chunks,
         else those in the record of the forward that ran.
         """
-        found: dict[str, Tensor] = {}
+        by_name: dict[str, Tensor] = {}
         names = {edge[:2]: edge.values for edge in planned}
         for edge in self._chunks[0].edges:
             spec = self.p2p.spec(StageMessage("F", 0, edge.source, edge.target))
-            made = [
+            tensors = [
                 torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.needs_gradient)
                 for leaf in spec.tensors
             ]
             known = names.get(edge[:2], ())
-            found.update(zip(known if len(known) == len(edge.values) else edge.values, fill(spec, made), strict=True))
-        return found
+            by_name.update(
+                zip(known if len(known) == len(edge.values) else edge.values, fill(spec, tensors), strict=True)
+            )
+        return by_name
 
     def _prepare(self) -> None:
         if self._places is None:
@@ -127,22 +129,24 @@ class GhostStage(PipelineStage[EventStages]):
         training = tuple(module.training for module in self.model.modules())
         key = (str(tree), shapes, training, torch.is_grad_enabled())
         known = self._records.pop(key, [])
-        found = next((each for each in known if each.record.is_one_path or self._follows(each, microbatch)), None)
-        if found is None:
+        chunked = next(
+            (cached for cached in known if cached.record.is_one_path or self._follows(cached, microbatch)), None
+        )
+        if chunked is None:
             for path, module in self.model.named_modules():
                 self.stages.model.get_submodule(path).training = module.training
             if self.rng is not None:
                 self.rng.samples = microbatch.samples
-            found = self.stages.with_inputs(inputs, None if self.rng is None else self.rng.draw)
-            self._check_homes(found)
+            chunked = self.stages.with_inputs(inputs, None if self.rng is None else self.rng.draw)
+            self._check_homes(chunked)
             kind = (str(tree), self.model.training)
             if kind not in self._compared:  # all stages begin the same kinds of runs, so all of them compare here
                 self._compared.add(kind)
-                check_same_code(self.p2p.axis.for_strategy("core"), lines_of(found))
-        self._records[key] = [found, *(each for each in known if each is not found)][:KEPT_PATHS]
+                check_same_code(self.p2p.axis.for_strategy("core"), lines_of(chunked))
+        self._records[key] = [chunked, *(cached for cached in known if cached is not chunked)][:KEPT_PATHS]
         for old in list(self._records)[:-KEPT_RECORDS]:
             del self._records[old]
-        return found
+        return chunked
 
     def _check_homes(self, chunked: EventsChunked) -> None:
         """Raises LayoutError if a stage would use parameters in this forward that only another stage stores."""
@@ -199,7 +203,7 @@ class GhostStage(PipelineStage[EventStages]):
         places.fetch(chunked.record.returned if chunk == chunked.num_chunks - 1 else ())
         with self._calls(chunked, chunk) as fetched, places.standing_in(fetched), names.also(fetched):
             output = mode.run(self.model, self._units, places.opened, inputs)
-            made = {name: each if name in learning else each.detach() for name, each in mode.made.items()}
+            made = {name: tensor if name in learning else tensor.detach() for name, tensor in mode.made.items()}
         # others are sent the output, but no cache beside it: its parts lie on all stages
         if not torch.is_grad_enabled() and tensors_of(output):
             output = tree_map(lambda leaf: leaf if isinstance(leaf, (Tensor, *PLAIN)) else None, output)

@@ -81,10 +81,10 @@ def arrivals(schedule: Schedule, edges: Sequence[Edge], stage: int) -> dict[int,
     >>> arrivals(schedule, (Edge(0, 1, ("x",)),), stage=1)
     {0: (StageMessage(kind='F', microbatch=0, source=0, target=1),)}
     """
-    found: dict[int, tuple[StageMessage, ...]] = {}
-    for other, actions in enumerate(schedule.actions):
+    by_sender: dict[int, tuple[StageMessage, ...]] = {}
+    for sender, actions in enumerate(schedule.actions):
         sent = [message for action in actions for message in leaving(action, edges)]
-        mine = tuple(message for message in sent if receiver(message, schedule.stage_of) == stage)
-        if mine and other != stage:
-            found[other] = mine
-    return found
+        messages = tuple(message for message in sent if receiver(message, schedule.stage_of) == stage)
+        if messages and sender != stage:
+            by_sender[sender] = messages
+    return by_sender

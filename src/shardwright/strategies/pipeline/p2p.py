@@ -122,8 +122,8 @@ def fill(spec: ValueSpec, tensors: Sequence[Tensor]) -> Any:
     for leaf, tensor in zip(spec.tensors, tensors, strict=True):
         if leaf.shard is not None:
             tag(tensor, shard_of(*leaf.shard))
-    given = iter(tensors)
-    return tree_unflatten([next(given) if isinstance(leaf, TensorSpec) else leaf for leaf in spec.leaves], spec.spec)
+    iterator = iter(tensors)
+    return tree_unflatten([next(iterator) if isinstance(leaf, TensorSpec) else leaf for leaf in spec.leaves], spec.spec)
 
 
 LEAST_BYTES = 2 * 2**20
@@ -159,7 +159,7 @@ class ReceiveBuffers:
         """Begins a run of a schedule, and frees the buffers that the last run did not use."""
         used = {key: [buffer for buffer in buffers if buffer.was_used] for key, buffers in self._kept.items()}
         self._kept = {key: buffers for key, buffers in used.items() if buffers}
-        for buffer in (each for buffers in self._kept.values() for each in buffers):
+        for buffer in (kept_buffer for buffers in self._kept.values() for kept_buffer in buffers):
             buffer.was_used = False
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -365,9 +365,9 @@ class P2P:
                 kept.reached[edge] = tuple(map(bool, core.receive((num,), torch.uint8, stage).tolist()))
             self._post(first)
         posted = self._posted.pop(message)
-        for each in posted:
-            each.pending.wait()
-        gathers = [self._gather(each) for each in posted]  # in one order on all ranks that hold the message alike
+        for receive in posted:
+            receive.pending.wait()
+        gathers = [self._gather(receive) for receive in posted]  # in one order on all ranks that hold the message alike
         return [pending.wait() for pending in gathers]
 
     def _gather(self, received: _Receive) -> Pending[Tensor]:

@@ -220,14 +220,14 @@ class Pipeline:
         here = set(schedule.chunks_of(coord["pp"]))
         edges = [edge for edge in stages.chunked.edges if here & {edge.source, edge.target}]
         sizes = {(edge.source, edge.target): edge.values for edge in edges}
-        found: list[Traffic] = []
+        traffic: list[Traffic] = []
         for (message, kind), times in _messages_at(schedule, edges, coord["pp"], batch).items():
             boundary = "between chunks {} and {}".format(*sorted((message.source, message.target)))
             for value in sizes[message.source, message.target]:
                 for crossing in batch.crossing[message.microbatch].get(value, ()):
                     if message.kind == "F" or crossing.needs_gradient:
-                        found += repeated(_message_traffic(plan, kind, crossing, coord, boundary), times)
-        return (*found, *sync_traffic(plan, coord, "pp"))
+                        traffic += repeated(_message_traffic(plan, kind, crossing, coord, boundary), times)
+        return (*traffic, *sync_traffic(plan, coord, "pp"))
 
     def traffic_cuts(self, plan: Plan) -> TrafficCuts:
         """Returns no cuts, but the axis along which ranks send parts of values, if ``scatter`` is on.
@@ -272,13 +272,13 @@ def _messages_at(
     first = {id(crossing): number for number, crossing in reversed(list(enumerate(batch.crossing)))}
     for action in schedule.actions[stage]:
         actions[action._replace(microbatch=first[id(batch.crossing[action.microbatch])])] += 1
-    found: Counter[tuple[StageMessage, str]] = Counter()
+    messages: Counter[tuple[StageMessage, str]] = Counter()
     for action, times in actions.items():
         sent = [(message, "send") for message in leaving(action, edges)]
         for message, kind in [*sent, *((message, "receive") for message in coming(action, edges))]:
             if schedule.stage_of[message.source] != schedule.stage_of[message.target]:
-                found[message, kind] += times
-    return found
+                messages[message, kind] += times
+    return messages
 
 
 def _message_traffic(plan: Plan, kind: str, crossing: BoundaryTensor, coord: Coord, boundary: str) -> list[Traffic]:
@@ -290,9 +290,9 @@ def _message_traffic(plan: Plan, kind: str, crossing: BoundaryTensor, coord: Coo
     if axis is None or not crossing.is_scattered:
         return [Traffic(kind, "pp", crossing.num_bytes, 2, layer=boundary)]
     sizes = part_sizes(crossing.num_bytes // crossing.element_bytes, plan.mesh[axis])
-    found = [Traffic(kind, "pp", sizes[coord[axis]] * crossing.element_bytes, 2, layer=boundary)]
+    traffic = [Traffic(kind, "pp", sizes[coord[axis]] * crossing.element_bytes, 2, layer=boundary)]
     gather = Traffic("all_gather", axis, crossing.num_bytes, plan.mesh[axis], layer=boundary)
-    return found + [gather] * (kind == "receive")
+    return traffic + [gather] * (kind == "receive")
 
 
 def _placed(plan: Plan) -> tuple[Schedule, Stages | EventStages]:
@@ -319,13 +319,13 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
         )
     names = tuple(named.value.split(",")) if named is not None and named.value else ()
     most = max(LEAST_MOST_STAGES, CALLS_OF_ONE * sum(1 for _ in job.model.modules()))
-    each = max((_num_chunks(option) or 1 for option in factor.options if option.name in SCHEDULES), default=1)
-    if factor.size * each > most:  # before a schedule of a million stages or chunks is written
+    per_stage = max((_num_chunks(option) or 1 for option in factor.options if option.name in SCHEDULES), default=1)
+    if factor.size * per_stage > most:  # before a schedule of a million stages or chunks is written
         raise LayoutError(
-            f"the model cannot be cut into {factor.size} stages" + f" of {each} chunks each" * (each > 1),
+            f"the model cannot be cut into {factor.size} stages" + f" of {per_stage} chunks each" * (per_stage > 1),
             given=f"{type(job.model).__name__}, of {most // CALLS_OF_ONE} modules at most",
             allowed=f"far less than {most} stages or chunks: as many as the model makes calls of modules",
-            fix="ask for fewer stages" + " or chunks" * (each > 1),
+            fix="ask for fewer stages" + " or chunks" * (per_stage > 1),
         )
     by_device = named is None and bool(job.stages)
     if by_device:
@@ -364,8 +364,8 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
         with suppress(LayoutError):  # too few calls for two chunks on a stage
             stages[2 * factor.size] = cut_into(2 * factor.size)
     again = recomputed_blocks(job.model, plan.layout) if activation_offload_target(plan.layout) is None else ()
-    times = [times_of(each.costs, recomputed=recomputed_shares(each, again)) for each in stages.values()]
-    memory = [memory_of(each.costs) for each in stages.values()]
+    times = [times_of(cut.costs, recomputed=recomputed_shares(cut, again)) for cut in stages.values()]
+    memory = [memory_of(cut.costs) for cut in stages.values()]
     schedule, _ = search(factor.size, plan.layout.num_microbatches, times, memory, _limit_bytes(auto))
     return schedule, stages[schedule.num_chunks]
 
@@ -387,7 +387,7 @@ def _check_module_state(job: Job, plan: Plan, schedule: Schedule, stages: Stages
     for path, module in job.model.named_modules():
         if not keeps_state_between_calls(module):
             continue
-        chunks = [n for n, each in enumerate(calls) if any(f"{path}.".startswith(f"{call}.") for call in each)]
+        chunks = [n for n, paths in enumerate(calls) if any(f"{path}.".startswith(f"{call}.") for call in paths)]
         if len({schedule.stage_of[chunk] for chunk in chunks}) > 1 or (own and len(chunks) > 1):
             raise LayoutError(
                 f"'{path}' updates state with every call, and several stages or chunks call it",
@@ -406,15 +406,15 @@ def _limit_bytes(option: Option) -> int | None:
     """
     if option.value is None:
         return None
-    found = re.fullmatch(r"([0-9]+)(KiB|MiB|GiB)", option.value)
-    if found is None:
+    match = re.fullmatch(r"([0-9]+)(KiB|MiB|GiB)", option.value)
+    if match is None:
         raise LayoutError(
             "'auto' takes the most memory for a stage's activations",
             given=str(option),
             allowed="auto:512MiB, auto:8GiB, or auto alone",
             fix="write auto:8GiB",
         )
-    return int(found[1]) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[found[2]]
+    return int(match[1]) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[match[2]]
 
 
 def _named_schedule(plan: Plan) -> Schedule:
@@ -470,14 +470,14 @@ def _num_chunks(option: Option) -> int | None:
 
 def _by_chunk(groups: tuple[ParamGroup, ...], chunks_of: Mapping[str, Sequence[int]]) -> tuple[ParamGroup, ...]:
     """Splits param groups at the cuts, so that each group's parameters are first used in one chunk; sorts by chunk."""
-    found: list[tuple[int, ParamGroup]] = []
+    numbered_groups: list[tuple[int, ParamGroup]] = []
     for group in groups:
         chunks = sorted({chunks_of[name][0] for name in group.parameters})
         for chunk in chunks:
             parameters = tuple(name for name in group.parameters if chunks_of[name][0] == chunk)
             name = group.name if len(chunks) == 1 else f"{group.name} ({chunk})"
-            found.append((chunk, ParamGroup(name, parameters)))
-    return tuple(group for _, group in sorted(found, key=lambda each: each[0]))
+            numbered_groups.append((chunk, ParamGroup(name, parameters)))
+    return tuple(group for _, group in sorted(numbered_groups, key=lambda pair: pair[0]))
 
 
 STRATEGY = Pipeline()

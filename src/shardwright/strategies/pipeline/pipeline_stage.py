@@ -170,16 +170,16 @@ class PipelineStage(Generic[StagesT]):
         """
         saved = self._saved[chunk, number]
         crossed = {position for _, positions in saved.outgoing for position in positions}
-        found: dict[int, Tensor | None] = dict.fromkeys(
+        gradients: dict[int, Tensor | None] = dict.fromkeys(
             place for place in range(len(saved.starts)) if place not in crossed
         )
         for message, positions in saved.outgoing:
             reached = self._reached.pop(message, ())
             for position, gradient, is_reached in zip(positions, self._arrived.pop(message, []), reached, strict=True):
                 if is_reached:
-                    before = found.get(position)
-                    found[position] = gradient if before is None else before + gradient
-        return found
+                    before = gradients.get(position)
+                    gradients[position] = gradient if before is None else before + gradient
+        return gradients
 
     def pass_back(self, chunk: int, number: int) -> None:
         """Sends the gradients of a chunk's inputs to the stages that sent those inputs.
@@ -187,9 +187,9 @@ class PipelineStage(Generic[StagesT]):
         Zeros are sent for an input that the backward did not reach. A gradient for a chunk of this stage is only kept.
         """
         for incoming in self._saved.pop((chunk, number)).incoming:
-            found = incoming.gradients or [None] * len(incoming.tensors)
-            reached = tuple(gradient is not None for gradient in found)
-            pairs = zip(found, incoming.tensors, strict=True)
+            raw_gradients = incoming.gradients or [None] * len(incoming.tensors)
+            reached = tuple(gradient is not None for gradient in raw_gradients)
+            pairs = zip(raw_gradients, incoming.tensors, strict=True)
             gradients = [torch.zeros_like(tensor) if gradient is None else gradient for gradient, tensor in pairs]
             # The autograd node refers to `incoming`: emptying it breaks a cycle that only the collector would free.
             incoming.tensors = incoming.gradients = ()
@@ -220,8 +220,10 @@ class PipelineStage(Generic[StagesT]):
             if route.schedule is schedule:
                 routes.insert(0, routes.pop(place))
                 return route
-        each = (coming(action, edges) for action in schedule.actions[self.stage])
-        remote = (tuple(m for m in some if self.stage_of[m.source] != self.stage_of[m.target]) for some in each)
+        by_action = (coming(action, edges) for action in schedule.actions[self.stage])
+        remote = (
+            tuple(m for m in messages if self.stage_of[m.source] != self.stage_of[m.target]) for messages in by_action
+        )
         route = ChunkRoute(schedule, tuple(remote), arrivals(schedule, edges, self.stage))
         routes[KEPT_ROUTES - 1 :] = []
         routes.insert(0, route)

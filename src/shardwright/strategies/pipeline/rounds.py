@@ -63,5 +63,7 @@ def rounds_of(schedule: Schedule) -> Rounds:
     number_of[order] = np.arange(len(order))
     waited = number_of[np.stack(waits)[:, order]]
     begins = np.flatnonzero(np.diff(at_round[order], prepend=0, append=len(order) + 1))
-    rounds_in_order = (slice(*each) for each in pairwise(begins.tolist()))
-    return Rounds(stage_of[order], what[order], tuple((own, waited[:, own].copy()) for own in rounds_in_order))
+    rounds_in_order = (slice(*bounds) for bounds in pairwise(begins.tolist()))
+    return Rounds(
+        stage_of[order], what[order], tuple((actions, waited[:, actions].copy()) for actions in rounds_in_order)
+    )

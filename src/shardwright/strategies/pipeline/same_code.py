@@ -34,16 +34,16 @@ def lines_of(chunked: ChunkedModel | EventsChunked, schedule: Schedule | None = 
     >>> lines_of(ChunkedModel(read_graph(model), {CallSite("0"): 0, CallSite("1"): 1}, 2))[1:3]
     ['chunk 0: _0 = 0(input_1)', 'chunk 1: _1 = 1(_0)']
     """
-    found = chunked.lines() if isinstance(chunked, EventsChunked) else []
+    lines = chunked.lines() if isinstance(chunked, EventsChunked) else []
     for node, chunk in chunked.nodes.items() if isinstance(chunked, ChunkedModel) else ():
         target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "a function")
-        given = [_text(argument) for argument in node.args]
-        given += [f"{name}={_text(argument)}" for name, argument in node.kwargs.items()]
+        arguments = [_text(argument) for argument in node.args]
+        arguments += [f"{name}={_text(argument)}" for name, argument in node.kwargs.items()]
         where = "every chunk" if chunk is None else f"chunk {chunk}"
-        found.append(f"{where}: {node.name} = {target}({', '.join(given)})")
+        lines.append(f"{where}: {node.name} = {target}({', '.join(arguments)})")
     for stage, actions in enumerate(schedule.actions if schedule is not None else ()):
-        found.append(f"stage {stage}: {' '.join(map(str, actions))}")
-    return found
+        lines.append(f"stage {stage}: {' '.join(map(str, actions))}")
+    return lines
 
 
 def _text(argument: Any) -> str:
@@ -69,9 +69,9 @@ def check_same_code(axis: Axis, lines: Sequence[str]) -> None:
     check_agreement(
         axis,
         lines,
-        lambda found: PlanError(
+        lambda difference: PlanError(
             "ranks have read different code, or run different schedules, and would wait for each other for ever",
-            given=str(found),
+            given=str(difference),
             allowed="calls, costs and schedules that are the same on every rank",
             fix="take random numbers of the host, the rank and the time out of the model's forward, and give every "
             "rank the same seconds and files",

@@ -64,16 +64,16 @@ def whole_shapes(plain: nn.Module, chunked: ChunkedModel, inputs: Any) -> WholeS
     {'_0': (torch.Size([5, 3]),)}
     """
     model = copied(plain, {}).eval()  # a BatchNorm in training refuses one sample
-    given = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
-    wanted = {value for edge in chunked.edges for value in edge.values}
+    meta_inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
+    names = {value for edge in chunked.edges for value in edge.values}
     last = max((edge.source for edge in chunked.edges), default=-1)
     crossed: dict[str, Any] = {}
     try:
         with torch.no_grad(), on_meta(model, values=may_read_values(model)):
             for chunk in range(last + 1):
-                values = {**bind(chunked, given), **crossed}
+                values = {**bind(chunked, meta_inputs), **crossed}
                 run(prepare(model, chunked, chunk), values)
-                crossed.update({name: value for name, value in values.items() if name in wanted})
+                crossed.update({name: value for name, value in values.items() if name in names})
     except Exception as failure:  # of the user's own code, without values
         raise PlanError(
             "'scatter' cannot tell which values between stages are whole",
@@ -82,5 +82,5 @@ def whole_shapes(plain: nn.Module, chunked: ChunkedModel, inputs: Any) -> WholeS
             fix="leave out scatter: each rank then sends what it holds",
         ) from failure
     return {
-        name: tuple(leaf.shape for leaf in tree_leaves(crossed[name]) if isinstance(leaf, Tensor)) for name in wanted
+        name: tuple(leaf.shape for leaf in tree_leaves(crossed[name]) if isinstance(leaf, Tensor)) for name in names
     }

@@ -212,8 +212,8 @@ def _raise_deadlock(schedule: Schedule, positions: list[int]) -> None:
         action = schedule.actions[stage][positions[stage]]
         for need in needs(action, schedule.num_chunks):
             either = [need] if need.kind != "I" else [need, need._replace(kind="B")]
-            if not any(is_done(each) for each in either):
-                return action, next((each for each in either if each in at), need)
+            if not any(is_done(alternative) for alternative in either):
+                return action, next((alternative for alternative in either if alternative in at), need)
         raise AssertionError(f"{action} could run")
 
     stage = next(s for s, actions in enumerate(schedule.actions) if positions[s] < len(actions))

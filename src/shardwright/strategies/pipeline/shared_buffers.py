@@ -83,7 +83,7 @@ class SharedBuffers:
         """Returns whether the buffer holds running statistics of a norm; torch does not count their updates."""
         if name not in self._statistics:
             buffer, norms = model.get_buffer(name), (m for m in model.modules() if isinstance(m, _NormBase))
-            self._statistics[name] = any(each is buffer for norm in norms for each in norm._buffers.values())
+            self._statistics[name] = any(statistic is buffer for norm in norms for statistic in norm._buffers.values())
         return self._statistics[name]
 
 

@@ -173,13 +173,13 @@ def ends_of(schedule: Schedule, *times: ChunkTimes) -> tuple[StageTiming, ...]:
     rounds, _, ends, seconds = _run(schedule, times)
     last = np.zeros(schedule.num_stages, dtype=np.int32)
     last[rounds.stage] = np.arange(len(rounds.stage))  # of several actions of a stage the last one is written
-    found = []
+    timings = []
     for number in range(len(times)):
         clocks = ends[last, number].tolist()
         busy = np.bincount(rounds.stage, seconds[:, number], schedule.num_stages).tolist()
         whole = max(clocks) * len(clocks)  # the first action waits for nothing
-        found.append(StageTiming(tuple(clocks), tuple(busy), 1 - sum(busy) / whole if whole else 0.0))
-    return tuple(found)
+        timings.append(StageTiming(tuple(clocks), tuple(busy), 1 - sum(busy) / whole if whole else 0.0))
+    return tuple(timings)
 
 
 def _check_number(schedule: Schedule, **counts: int | None) -> None:
@@ -206,7 +206,7 @@ def _seconds_of(schedule: Schedule, times: ChunkTimes) -> tuple[SecondsArray, ..
     onward = [0.0, *(times.over(a, b) for a, b in pairwise(stage_of))]
     back = [*(times.over(b, a) for a, b in pairwise(stage_of)), 0.0]
     late = {"F": onward, "I": back, "B": back, "W": [0.0] * len(back)}
-    return tuple(np.array([s for kind in KINDS for s in each[kind]], dtype=np.float64) for each in (lasts, late))
+    return tuple(np.array([s for kind in KINDS for s in by_kind[kind]], dtype=np.float64) for by_kind in (lasts, late))
 
 
 def _run(schedule: Schedule, times: Sequence[ChunkTimes]) -> tuple[Rounds, SecondsArray, SecondsArray, SecondsArray]:
@@ -214,14 +214,14 @@ def _run(schedule: Schedule, times: Sequence[ChunkTimes]) -> tuple[Rounds, Secon
 
     The seconds have a row for each action and a column for each of ``times``.
     """
-    rounds, tables = rounds_of(schedule), [_seconds_of(schedule, each) for each in times]
-    seconds, late = (np.stack(each, axis=1).take(rounds.what, axis=0) for each in zip(*tables, strict=True))
+    rounds, tables = rounds_of(schedule), [_seconds_of(schedule, chunk_times) for chunk_times in times]
+    seconds, late = (np.stack(columns, axis=1).take(rounds.what, axis=0) for columns in zip(*tables, strict=True))
     starts, ends = np.zeros_like(seconds), np.zeros((len(seconds) + 1, len(times)))  # the last is what nothing precedes
-    for own, waited in rounds.waits:
+    for actions, waited in rounds.waits:
         need, before = ends.take(waited, axis=0)
-        need += late[own]
-        start = np.maximum(need, before, out=starts[own])
-        np.add(start, seconds[own], out=ends[own])
+        need += late[actions]
+        start = np.maximum(need, before, out=starts[actions])
+        np.add(start, seconds[actions], out=ends[actions])
     return rounds, starts, ends[:-1], seconds
 
 
@@ -265,16 +265,16 @@ def recomputed_shares(stages: Stages | EventStages, recomputed: Collection[str])
 
     Work is estimated by the number of elements of weights with two dims or more, embedding tables left out.
     """
-    found = []
+    shares = []
     for chunk in range(stages.num_chunks):
         sizes = {True: 0, False: 0}
         for path in stages.chunked.calls_of(chunk) if recomputed else ():
             for inner, layer in stages.model.get_submodule(path).named_modules(prefix=path):
                 if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-                    again = any(f"{inner}.".startswith(f"{each}.") for each in recomputed)
+                    again = any(f"{inner}.".startswith(f"{block_path}.") for block_path in recomputed)
                     sizes[again] += sum(p.numel() for p in layer.parameters(recurse=False) if p.dim() > 1)
-        found.append(sizes[True] / max(1, sum(sizes.values())))
-    return tuple(found)
+        shares.append(sizes[True] / max(1, sum(sizes.values())))
+    return tuple(shares)
 
 
 def memory_of(costs: Sequence[Cost]) -> ChunkMemory:

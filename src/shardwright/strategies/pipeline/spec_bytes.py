@@ -63,13 +63,13 @@ def _packed(value: Any) -> Any:
     Raises PlanError for a value of any other type.
     """
     if isinstance(value, list):
-        return [_packed(each) for each in value]
+        return [_packed(entry) for entry in value]
     if isinstance(value, tuple):
-        return {"tuple": [_packed(each) for each in value]}
+        return {"tuple": [_packed(entry) for entry in value]}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, slice):
-        return {"slice": [_packed(each) for each in (value.start, value.stop, value.step)]}
+        return {"slice": [_packed(bound) for bound in (value.start, value.stop, value.step)]}
     if isinstance(value, bytes):
         return {"bytes": value.hex()}
     if isinstance(value, torch.dtype):
@@ -88,16 +88,16 @@ def _packed(value: Any) -> Any:
 
 def _unpacked(value: Any) -> Any:
     if isinstance(value, list):
-        return [_unpacked(each) for each in value]
+        return [_unpacked(entry) for entry in value]
     if not isinstance(value, dict):
         return value
     ((kind, packed),) = value.items()
     make = {
-        "tuple": lambda each: tuple(_unpacked(each)),
-        "complex": lambda each: complex(*each),
-        "slice": lambda each: slice(*_unpacked(each)),
+        "tuple": lambda parts: tuple(_unpacked(parts)),
+        "complex": lambda parts: complex(*parts),
+        "slice": lambda parts: slice(*_unpacked(parts)),
         "bytes": bytes.fromhex,
-        "dtype": lambda each: {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}[f"torch.{each}"],
+        "dtype": lambda name: {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}[f"torch.{name}"],
         "device": torch.device,
         "class": _class,
     }
@@ -111,13 +111,13 @@ def _name(kind: Any) -> str:
 def _class(name: str) -> type:
     """Returns the container class of this name. Raises PlanError: no imported module has such a class."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    container: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    named_tuple = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
-    if not isinstance(found, type) or not (named_tuple or found in pytree.SUPPORTED_NODES):
+        container = getattr(container, part, None)
+    named_tuple = isinstance(container, type) and issubclass(container, tuple) and hasattr(container, "_fields")
+    if not isinstance(container, type) or not (named_tuple or container in pytree.SUPPORTED_NODES):
         raise _no_container(name)
-    return found
+    return container
 
 
 def _no_container(name: str) -> PlanError:

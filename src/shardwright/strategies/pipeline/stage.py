@@ -101,7 +101,7 @@ class Stage(PipelineStage[Stages]):
             the meta device, which tells the whole ones.
         """
         count = len(microbatches)
-        keys = [self._key(number, each, count) for number, each in enumerate(microbatches)]
+        keys = [self._key(number, microbatch, count) for number, microbatch in enumerate(microbatches)]
         for key, microbatch in zip(keys, microbatches, strict=True):
             if not self.p2p.has_key(key):
                 # Bad inputs raise here, on every stage, before any stage waits for another.
@@ -171,12 +171,12 @@ class Stage(PipelineStage[Stages]):
 
     def _code_of(self, inputs: Any) -> StageCode:
         """Returns the traced calls for a batch's inputs; code that branches on a flag is traced for its value alone."""
-        given = arguments_given(self.stages.model, inputs)
-        if given not in self._by_value:
+        arguments = arguments_given(self.stages.model, inputs)
+        if arguments not in self._by_value:
             try:
-                return self._code_for(given, inputs)
+                return self._code_for(arguments, inputs)
             except UnknownCodeError:
-                self._by_value.add(given)
+                self._by_value.add(arguments)
         return self._code_for(arguments_given(self.stages.model, inputs, by_value=True), inputs)
 
     def _code_for(self, given: tuple[str, ...], inputs: Any) -> StageCode:
@@ -208,13 +208,13 @@ class Stage(PipelineStage[Stages]):
 
     def _changed_attributes(self, code: StageCode) -> list[tuple[str, str]]:
         """Returns (module path, attribute name) of each attribute whose value has changed since the code was traced."""
-        found = []
+        changed_attributes = []
         for (path, name), before in code.attributes.items():
             now = getattr(self.model.get_submodule(path), name, None)
             is_equal = now is before or (isinstance(now, PLAIN) and type(now) is type(before) and now == before)
             if not is_equal or ((path, name) in code.settings and code.settings[path, name] != _settings_in(now)):
-                found.append((path, name))
-        return found
+                changed_attributes.append((path, name))
+        return changed_attributes
 
     def _read_code(self, given: tuple[str, ...], inputs: Any) -> StageCode:
         chunked = self.stages.with_arguments(given)
@@ -228,7 +228,7 @@ class Stage(PipelineStage[Stages]):
         }
         mine = (chunk for chunk, at in enumerate(self.stage_of) if at == self.stage)
         ready = {chunk: prepare(self.model, chunked, chunk) for chunk in mine}
-        settings = {key: found for key, value in attributes.items() if (found := _settings_in(value))}
+        settings = {key: entries for key, value in attributes.items() if (entries := _settings_in(value))}
         return StageCode(chunked, ready, attributes, settings, SharedBuffers(chunked, self.stage_of, self.stage))
 
     def _route_for(self, schedule: Schedule, code: StageCode) -> ChunkRoute:
@@ -239,9 +239,9 @@ def _settings_in(value: Any) -> dict[str, Any]:
     """Returns the plain values in a dict, a list or an object of settings that a module has, by name."""
     if isinstance(value, (*PLAIN, Tensor, type)) or callable(value):  # modules are callable
         return {}
-    held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    held = dict(enumerate(value)) if isinstance(value, list) else held
-    return {str(name): each for name, each in held.items() if isinstance(each, PLAIN)}
+    entries = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    entries = dict(enumerate(value)) if isinstance(value, list) else entries
+    return {str(name): entry for name, entry in entries.items() if isinstance(entry, PLAIN)}
 
 
 def _attribute_changed(path: str, name: str) -> PlanError:

@@ -45,8 +45,8 @@ SPATIAL = "spatial"  # the name of the strategy, recorded for each forward that 
 
 def maps_of(plan: Plan) -> FeatureMaps | None:
     """Returns the plan's :class:`FeatureMaps`, which say what feature maps are sharded by rows; None if none are."""
-    found: FeatureMaps | None = plan.notes.get(MODEL)
-    return found
+    maps: FeatureMaps | None = plan.notes.get(MODEL)
+    return maps
 
 
 # ---- forwards
@@ -198,11 +198,11 @@ class _CutForward:
         self, step: MapStep, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments with row-sharded maps all-gathered."""
-        given: dict[int | str, Any] = dict([*enumerate(args), *named.items()])
+        arguments: dict[int | str, Any] = dict([*enumerate(args), *named.items()])
         for place, value in (step.arguments or {}).items():
             if self.settled is not None and value in self.settled.cut:
-                given[place] = whole_rows(given[place], self.axis, self.sizes(value))
-        return tuple(given[place] for place in range(len(args))), {name: given[name] for name in named}
+                arguments[place] = whole_rows(arguments[place], self.axis, self.sizes(value))
+        return tuple(arguments[place] for place in range(len(args))), {name: arguments[name] for name in named}
 
     def work(self, step: MapStep, number: int, module: Any, cut: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Runs the module on this rank's rows of its input, with the halo exchange or reduction that it needs."""
@@ -293,10 +293,10 @@ class _MapPricing:
         if stages is None or schedule is None:
             return dict.fromkeys(range(len(steps)), 1)
         chunks = schedule.chunks_of(self.coord["pp"])
-        found = {len(steps) - 1: int(schedule.num_chunks - 1 in chunks)}
+        times = {len(steps) - 1: int(schedule.num_chunks - 1 in chunks)}
         for path, numbers in self.maps.calls.items():
-            found.update(zip(numbers, stages.chunked.times(path, len(numbers), chunks), strict=True))
-        return found
+            times.update(zip(numbers, stages.chunked.times(path, len(numbers), chunks), strict=True))
+        return times
 
     def _shape(self, step: MapStep) -> tuple[int, ...]:
         shapes = [self.shapes[value] for value in step.takes if value in self.shapes]

@@ -133,11 +133,11 @@ class FeatureMaps:
     @cached_property
     def calls(self) -> Mapping[str, tuple[int, ...]]:
         """The numbers of the steps that call each module, by module path."""
-        found: dict[str, tuple[int, ...]] = {}
+        by_path: dict[str, tuple[int, ...]] = {}
         for number, step in enumerate(self.steps):
             if step.call is not None:
-                found[step.path] = (*found.get(step.path, ()), number)
-        return found
+                by_path[step.path] = (*by_path.get(step.path, ()), number)
+        return by_path
 
     @cached_property
     def takers(self) -> tuple[tuple[int, ...], ...]:
@@ -157,13 +157,13 @@ def _settle(maps: FeatureMaps, height: int | None) -> CutMaps:
     """Returns which maps are cut, after repeated passes over the steps until no further value has to be whole."""
     wanted: dict[int, int] = {}
     while True:
-        found = _SettlingPass(maps, height, dict(wanted))
+        settling_pass = _SettlingPass(maps, height, dict(wanted))
         for number in range(len(maps.steps)):
-            found.visit(number)
-        found.check_shared()
-        if found.wanted.keys() == wanted.keys():
-            return found.settled()
-        wanted = found.wanted
+            settling_pass.visit(number)
+        settling_pass.check_shared()
+        if settling_pass.wanted.keys() == wanted.keys():
+            return settling_pass.settled()
+        wanted = settling_pass.wanted
 
 
 class _SettlingPass:
@@ -242,7 +242,7 @@ class _SettlingPass:
                     makers = self._makers(value)
                     self.share |= makers or set()
                     if makers is None:
-                        self.want([each for each in takes if each in self.cut], number)
+                        self.want([cut_value for cut_value in takes if cut_value in self.cut], number)
 
     def _makers(self, value: int) -> set[int] | None:
         step = self.maps.steps[value]
@@ -250,8 +250,8 @@ class _SettlingPass:
             return None
         if step.call is not None:
             return {value}
-        makers = [self._makers(each) for each in step.takes] if step.kind == "alone" else []
-        return None if None in makers or not makers else set().union(*(each for each in makers if each is not None))
+        makers = [self._makers(operand) for operand in step.takes] if step.kind == "alone" else []
+        return None if None in makers or not makers else set().union(*(part for part in makers if part is not None))
 
     def _is_used_with_rows_alone(self, value: int) -> bool:
         steps = self.maps.steps
@@ -292,7 +292,7 @@ def _traced(model: nn.Module, deep: bool, training: bool) -> fx.Graph | None:
 
 
 def _spelled(graph: fx.Graph) -> list[tuple[str, ...]]:
-    return [(node.op, str(node.target), *(each.name for each in node.all_input_nodes)) for node in graph.nodes]
+    return [(node.op, str(node.target), *(source.name for source in node.all_input_nodes)) for node in graph.nodes]
 
 
 def _maps_of(model: nn.Module, graph: fx.Graph, parts: int, copied: frozenset[str]) -> FeatureMaps:
@@ -301,11 +301,11 @@ def _maps_of(model: nn.Module, graph: fx.Graph, parts: int, copied: frozenset[st
     calls: Counter[str] = Counter()
     steps = []
     for node in graph.nodes:
-        takes = tuple(numbers[each] for each in node.all_input_nodes)
+        takes = tuple(numbers[source] for source in node.all_input_nodes)
         module = module_of(node, model)
         if node.op in ("placeholder", "output"):
             leaves = enumerate(tree_flatten(node.args)[0]) if node.op == "output" else ()
-            places: dict[int | str, int] = {at: numbers[each] for at, each in leaves if isinstance(each, fx.Node)}
+            places: dict[int | str, int] = {at: numbers[leaf] for at, leaf in leaves if isinstance(leaf, fx.Node)}
             steps.append(
                 MapStep("output" if node.op == "output" else "input", takes, str(node.target), arguments=places)
             )
@@ -324,9 +324,9 @@ def _maps_of(model: nn.Module, graph: fx.Graph, parts: int, copied: frozenset[st
 def _module_step(
     node: fx.Node, module: nn.Module, path: str, call: int, takes: tuple[int, ...], numbers: Any, copied: bool
 ) -> MapStep:
-    given: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
-    arguments: dict[int | str, int] = {place: numbers[each] for place, each in given if isinstance(each, fx.Node)}
-    alone = [place for place, _ in given] in ([0], ["input"]) and len(arguments) == 1
+    pairs: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
+    arguments: dict[int | str, int] = {place: numbers[value] for place, value in pairs if isinstance(value, fx.Node)}
+    alone = [place for place, _ in pairs] in ([0], ["input"]) and len(arguments) == 1
     kind, resize = known(module) if alone and not copied else ("ends", None)
     nested = set(takes) != set(arguments.values())
     num_groups = module.num_groups if isinstance(module, nn.GroupNorm) else 0
@@ -335,8 +335,8 @@ def _module_step(
 
 def _is_plain(node: fx.Node) -> bool:
     """Returns whether all arguments that are no traced values are numbers or scalar tensors that are not trained."""
-    constants = [each for each in tree_flatten((node.args, node.kwargs))[0] if not isinstance(each, fx.Node)]
-    return not any(isinstance(each, Tensor) and (each.dim() or each.requires_grad) for each in constants)
+    constants = [leaf for leaf in tree_flatten((node.args, node.kwargs))[0] if not isinstance(leaf, fx.Node)]
+    return not any(isinstance(leaf, Tensor) and (leaf.dim() or leaf.requires_grad) for leaf in constants)
 
 
 def _is_alone(node: fx.Node) -> bool:

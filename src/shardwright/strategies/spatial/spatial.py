@@ -97,7 +97,7 @@ class Spatial:
             touched = [number for number in numbers if settled.touches(number)]
             if touched:
                 plan = plan.wraps(path, Rung.OPERATOR, self.name)
-            names = {_name(each, number) for number in touched for each in (settled, shown)}
+            names = {_name(cut_maps, number) for number in touched for cut_maps in (settled, shown)}
             owns = next(job.model.get_submodule(path).parameters(recurse=False), None) is not None
             if touched and (owns or names != {"rows"}):
                 number = next((number for number in touched if _name(shown, number) != "rows"), touched[0])
@@ -187,20 +187,20 @@ def _listed(counts: Sequence[int]) -> str:
 
 
 def _refused(model: nn.Module, maps: FeatureMaps | None, parts: int) -> LayoutError:
-    given, fix = f"{type(model).__name__} without a convolution", f"write tp{parts}, or dp{parts}"
+    model_text, fix = f"{type(model).__name__} without a convolution", f"write tp{parts}, or dp{parts}"
     if any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
         if maps is None:
-            given = f"{type(model).__name__}, whose code depends on values, or on whether it trains"
+            model_text = f"{type(model).__name__}, whose code depends on values, or on whether it trains"
         else:
             blame = maps.settled().blame.get(0)
-            given = f"{type(model).__name__}: it goes to no convolution as a picture"
+            model_text = f"{type(model).__name__}: it goes to no convolution as a picture"
             if blame is not None:
                 first = f"'{maps.steps[blame].path}' takes the whole picture"
-                given = f"{type(model).__name__}: {first} before any convolution works on it"
+                model_text = f"{type(model).__name__}: {first} before any convolution works on it"
             fix = f"give the picture to a convolution first, as a layer of its own; or write dp{parts}"
     return LayoutError(
         f"no feature map of the model can be cut in space over tp={parts}",
-        given=given,
+        given=model_text,
         allowed="models whose first argument is a picture that goes to torch's own convolutions, pools, norms and "
         "elementwise layers, in code that can be followed",
         fix=fix,

@@ -132,17 +132,19 @@ class Applying:
 
     def moves(self, moves: Sequence[AxisMove]) -> tuple[OperandMove, ...]:
         """Returns the plan's gathers and reductions of operands, bound to this rank's axes and sizes."""
-        found = []
-        for each in moves:
-            axis = self.axes[each.axis]
-            if each.kind == "rows":
-                found.append(OperandMove(axis, "rows", partial(self.shard.sizes, each.rows, each.axis), self.mode.dim))
-            elif each.kind == "features":
-                sizes = each.feature_sizes(self.coord)
-                found.append(OperandMove(axis, "features", partial(tuple[int, ...], sizes)))
+        operand_moves = []
+        for move in moves:
+            axis = self.axes[move.axis]
+            if move.kind == "rows":
+                operand_moves.append(
+                    OperandMove(axis, "rows", partial(self.shard.sizes, move.rows, move.axis), self.mode.dim)
+                )
+            elif move.kind == "features":
+                sizes = move.feature_sizes(self.coord)
+                operand_moves.append(OperandMove(axis, "features", partial(tuple[int, ...], sizes)))
             else:
-                found.append(OperandMove(axis, "whole"))
-        return tuple(found)
+                operand_moves.append(OperandMove(axis, "whole"))
+        return tuple(operand_moves)
 
     def product(
         self, take: tuple[OperandMove, ...], fetch: tuple[WeightFetch, ...], weight: Callable[[], Tensor]
@@ -162,15 +164,15 @@ class Applying:
     def fetch(self, name: str, axes: Sequence[str]) -> tuple[WeightFetch, ...]:
         """Returns the all-gathers of a weight along ``axes``, each with the rows that its ranks hold before it."""
         layout, here = self.plan.compute[name], self.shard.coord
-        found = []
+        fetches = []
         for number, axis in enumerate(axes):
             inner = self.plan.mesh.coords(axes[:number])
             sizes = tuple(
                 sum(layout.local_shape({**here, axis: index, **there})[0] for there in inner)
                 for index in range(self.plan.mesh[axis])
             )
-            found.append(WeightFetch(self.axes[axis], sizes))
-        return tuple(found)
+            fetches.append(WeightFetch(self.axes[axis], sizes))
+        return tuple(fetches)
 
     def operator(self, module: nn.Module, name: str, forward: Forward) -> None:
         """Replaces the module's forward, which ``run.explain`` then calls ``name``."""

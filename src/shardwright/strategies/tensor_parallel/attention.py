@@ -152,7 +152,7 @@ def _place_tokens(draft: PlanDraft, path: str, attention: Attention) -> None:
     """Plans an attention that computes all heads for this rank's tokens, with keys and values all-gathered."""
     kv = Features.balanced(attention.num_kv_heads * attention.head_dim, ())
     note = tokens_note(attention, path, kv, (), draft.mode.states(False), draft.job, draft.mode)
-    over = " ".join(each.axis for each in note.gathers)
+    over = " ".join(move.axis for move in note.gathers)
     draft.note(path, note, rung=Rung.ATTEND)
     draft.role(path, "tokens", f"all heads; {_GATHERED} over {over}")
 
@@ -176,17 +176,17 @@ def _place_attention(draft: PlanDraft, path: str, attention: Attention, use: Fea
     if attention.fused:
         widths = (q_width, kv_width, kv_width)
         cuts = {"qkv": (sum(widths), concat(widths, (q, kv, kv)))}
-    made = [Features(size, axes, ranges) for size, ranges in cuts.values()]
-    if any(each.fewest < before.num_fetched(draft.mode.axes) for each in made if not each.overlaps):
+    outputs = [Features(size, axes, ranges) for size, ranges in cuts.values()]
+    if any(output.fewest < before.num_fetched(draft.mode.axes) for output in outputs if not output.overlaps):
         raise draft.too_small(path, f"{attention.num_heads} heads of {attention.head_dim} elements")
     prefix = f"{path}." if path else ""
     entry = None if attention.fused else EntryNote(before, x, draft.mode.axes)
-    for own, (size, ranges) in cuts.items():
-        features, pays = Features(size, axes, ranges), own in ("q", "qkv")
+    for name, (size, ranges) in cuts.items():
+        features, pays = Features(size, axes, ranges), name in ("q", "qkv")
         projection = cut_weight(
-            draft, prefix + own, before, x, features, enters=attention.fused, first=pays, flows=not use.from_input
+            draft, prefix + name, before, x, features, enters=attention.fused, first=pays, flows=not use.from_input
         )
-        linear_role(draft, prefix + own, f"rows of the heads that '{path}' holds", projection)
+        linear_role(draft, prefix + name, f"rows of the heads that '{path}' holds", projection)
     projection = cut_weight(draft, f"{prefix}o", after, Features(q_width, axes, q), y)
     linear_role(draft, f"{prefix}o", "in-features of the heads held", projection)
     held = Features(attention.num_heads, axes, tuple(((h[0], h[-1] + 1),) for h in heads))
@@ -233,5 +233,5 @@ def _why(num_heads: int, parts: int, note: HeadsNote) -> str:
     why = f"{num_heads} heads, " + (f"in {parts} parts" if parts > 1 else "all of them for fewer samples")
     why += ": each head over several ranks, scores summed" if parts > num_heads else ""
     if note.tokens is not None and note.tokens.gathers:
-        why += f"; {_GATHERED} over {' '.join(each.axis for each in note.tokens.gathers)}"
+        why += f"; {_GATHERED} over {' '.join(move.axis for move in note.tokens.gathers)}"
     return why

@@ -138,11 +138,13 @@ def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[ShardUse],
     """
     function = norm_of_shards(function, args, named, tensors[0].shard if tensors else None)
     recorded = Recorded()
-    uses = [recorded.use(each.whole, "input") for each in tensors]
+    uses = [recorded.use(tensor.whole, "input") for tensor in tensors]
     with torch.no_grad(), without_dispatch_modes(), recorded:
         result = function(*args, **named)
     planning = _Planning(rank, device)
-    given = [planning.slot(use, each.shard, each.learns) for use, each in zip(uses, tensors, strict=True)]
+    argument_slots = [
+        planning.slot(use, tensor.shard, tensor.learns) for use, tensor in zip(uses, tensors, strict=True)
+    ]
     for call in recorded.recording.calls:
         planning.call(call)
 
@@ -150,17 +152,17 @@ def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[ShardUse],
         return Slot(planning.slot(recorded.use(leaf))) if isinstance(leaf, Tensor) else leaf
 
     results = tree_map(place, result)
-    made = tuple(leaf.number for leaf in tree_leaves(results, is_leaf=_is_slot) if _is_slot(leaf))
+    result_slots = tuple(leaf.number for leaf in tree_leaves(results, is_leaf=_is_slot) if _is_slot(leaf))
     flat = results if isinstance(results, tuple | list) and not _is_slot(results) else [results]
     # a function in Python may do more with sizes than its operators show
     as_is = planning.as_is and (len(planning.steps) == 1 or not isinstance(function, FunctionType))
     # of a shard that no operator takes, the function reads the size, which must be the whole's: x.expand_as(shard);
     # a function without operators reads none, and only it itself does what x.detach() and x.data do
     taken = {id(use) for call in recorded.recording.calls for use in call.operands}
-    as_is = as_is and all(each.shard is None or id(use) in taken for use, each in zip(uses, tensors, strict=True))
+    as_is = as_is and all(tensor.shard is None or id(use) in taken for use, tensor in zip(uses, tensors, strict=True))
     as_is = as_is or not planning.steps
     return CallPlan(
-        tuple(planning.steps), results, planning.shards, len(planning.shards), tuple(given), made,
+        tuple(planning.steps), results, planning.shards, len(planning.shards), tuple(argument_slots), result_slots,
         as_is and all(map(_is_slot, flat)),
     )  # fmt: skip
 
@@ -213,8 +215,8 @@ class _Planning:
                 self._on_shards(call, relation, slots, gathered)
                 self._note_views(call, gathered)
                 return
-            except _GatherFirstError as found:
-                more = cut - gathered if found.slot is None else {found.slot} - gathered
+            except _GatherFirstError as error:
+                more = cut - gathered if error.slot is None else {error.slot} - gathered
                 if not more:
                     raise NotOnShardsError(call.name) from None
                 gathered |= more
@@ -240,17 +242,17 @@ class _Planning:
         letters = relation.letters
         cuts = [tuple(cut_of(dim, labels, letters) for dim in dims) for dims in relation.results]
         summed = any(letters.roles[letter] is Role.SUM for letter in labels)
-        some = [cut for each in cuts for cut in each if cut is not None]
+        some = [cut for dim_cuts in cuts for cut in dim_cuts if cut is not None]
         if (
-            any(sum(cut is not None for cut in each) > 1 for each in cuts)
+            any(sum(cut is not None for cut in dim_cuts) > 1 for dim_cuts in cuts)
             or (summed and some)
             or (call.name == "cat" and any(ALL in cut for cut in some))
             or (call.name == "convolution" and summed and call.args[8] > 1)
         ):
             # features of a layer that come back to it as its input: this is gathered, and not the weight
             number = PRODUCTS.get(call.name, 0 if call.name == "convolution" else None)
-            given = slots[number] if summed and some and number is not None else None
-            raise _GatherFirstError(given if given is not None and shards[given] is not None else None)
+            operand = slots[number] if summed and some and number is not None else None
+            raise _GatherFirstError(operand if operand is not None and shards[operand] is not None else None)
         changes = [
             OperandChange(slot, "gather", dim, cut)
             for slot in sorted(gathered)
@@ -258,20 +260,20 @@ class _Planning:
         ]
         if labels:
             changes += _changes(relation, slots, shards, labels, written, summed)
-            changes = [each for each in changes if each.kind != "copy" or each.slot in self.learning]
-        copies = {each.slot for each in changes if each.kind == "copy"}
+            changes = [change for change in changes if change.kind != "copy" or change.slot in self.learning]
+        copies = {change.slot for change in changes if change.kind == "copy"}
         shared = next((cut for cut in some if ALL in cut), None)
         if shared is not None and copies and (call.name not in PRODUCTS or copies != {slots[PRODUCTS[call.name]]}):
             raise _GatherFirstError  # the gradient of what all hold would count once for each rank
-        made = [shard_of(use.shape, cut) for use, cut in zip(call.results, cuts, strict=True)]
+        result_shards = [shard_of(use.shape, cut) for use, cut in zip(call.results, cuts, strict=True)]
         function = _group_norm if call.name == "native_group_norm" else call.function
         step = OperatorStep(function, call.args, call.named, tuple(changes), (), summed)
-        step = _localized(_LocalCall(call, step, relation, labels, made, self.rank)) if labels else step
+        step = _localized(_LocalCall(call, step, relation, labels, result_shards, self.rank)) if labels else step
         if shared is not None and copies:
             step = _partly_shared(call, step, shared, self.rank)
         same = step.function is call.function and step.args == call.args and step.named == call.named
         self.as_is = self.as_is and same and not (changes or summed or written)
-        self._add(call, step, made)
+        self._add(call, step, result_shards)
 
     def _add(self, call: RecordedCall, step: OperatorStep, shards: Iterable[TensorShard | None]) -> None:
         results, learns = [], any(self.slot(use) in self.learning for use in call.operands)
@@ -297,7 +299,7 @@ def _labels(
     call: RecordedCall, relation: DimRelation, operands: Sequence[tuple[int, TensorShard | None]]
 ) -> dict[int, bytes]:
     """Returns which rank holds each index of an operator's cut dims, by letter, from the cuts of its operands."""
-    found: dict[int, bytes] = {}
+    by_letter: dict[int, bytes] = {}
     for (slot, shard), dims in zip(operands, relation.operands, strict=True):
         if shard is None or dims is None:
             continue
@@ -305,20 +307,20 @@ def _labels(
             if cut is None:
                 continue
             try:
-                own = letters_of(dim, cut, relation.letters)
+                dim_labels = letters_of(dim, cut, relation.letters)
             except LetterCutError:
                 raise _GatherFirstError(slot) from None
-            for letter, labels in own.items():
+            for letter, labels in dim_labels.items():
                 role, partly = relation.letters.roles[letter], ALL in labels
                 if (
                     role in (Role.WHOLE, Role.NORM)
                     or (role is Role.SUM and (partly or call.name not in SUMMABLE))
                     or (role is Role.LOOKUP)
                     or (partly and call.name not in _PARTLY_CUT)
-                    or found.setdefault(letter, labels) != labels
+                    or by_letter.setdefault(letter, labels) != labels
                 ):
                     raise _GatherFirstError(slot)
-    return found
+    return by_letter
 
 
 def _changes(
@@ -326,24 +328,24 @@ def _changes(
     written: set[int], summed: bool,
 ) -> list[OperandChange]:  # fmt: skip
     """Returns the changes that an operator's operands need, so that all agree with the cuts in ``labels``."""
-    found: dict[int, list[OperandChange]] = {}
+    by_slot: dict[int, list[OperandChange]] = {}
     for number, (slot, dims) in enumerate(zip(slots, relation.operands, strict=True)):
         if dims is None or (summed and number == relation.addend):
             continue
         need = _cuts(dims, labels, relation.letters)
         shard = shards[slot]
         has = shard.cuts if shard is not None else (None,) * len(dims)
-        own = [OperandChange(slot, "copy")] if shard is None and need == has else []
-        for dim, (wanted, given) in enumerate(zip(need, has, strict=True)):
-            if wanted != given:
-                if given is not None or wanted is None:
+        changes = [OperandChange(slot, "copy")] if shard is None and need == has else []
+        for dim, (new_cut, old_cut) in enumerate(zip(need, has, strict=True)):
+            if new_cut != old_cut:
+                if old_cut is not None or new_cut is None:
                     raise _GatherFirstError(slot)
-                if ALL in wanted:  # the gradient of what all hold would be added up
+                if ALL in new_cut:  # the gradient of what all hold would be added up
                     raise _GatherFirstError
-                own.append(OperandChange(slot, "slice", dim, wanted))
-        if (own and slot in written) or found.setdefault(slot, own) != own:
+                changes.append(OperandChange(slot, "slice", dim, new_cut))
+        if (changes and slot in written) or by_slot.setdefault(slot, changes) != changes:
             raise _GatherFirstError  # it would write to a copy, or the operand is needed in two ways
-    return [change for own in found.values() for change in own]
+    return [change for slot_changes in by_slot.values() for change in slot_changes]
 
 
 def _cuts(dims: Dims, labels: Mapping[int, bytes], letters: DimLetters) -> tuple[bytes | None, ...]:

@@ -47,7 +47,7 @@ class EmbeddingNote(OperatorNote):
 
     def width(self, coord: Coord) -> int:
         """Returns the number of features of each looked-up row on the rank at ``coord``, before rows are summed."""
-        return width(self.features.held(coord, over=[each.axis for each in self.sums if each.kind == "features"]))
+        return width(self.features.held(coord, over=[move.axis for move in self.sums if move.kind == "features"]))
 
     def apply(self, rank: Applying, path: str, module: Any) -> None:
         """Makes the table look up the rows that this rank holds, and sum those of all ranks."""
@@ -64,9 +64,9 @@ class EmbeddingNote(OperatorNote):
     def traffic(self, here: RankTraffic, path: str, call: ModuleCall) -> Iterator[Traffic]:
         """Yields the all-gathers of token numbers and the sums of looked-up rows, forward and backward."""
         numbers = here.rows_each((*call.x_shape, 1))
-        for each in self.gathers:
-            num_bytes = int(sum(here.shard.sizes(each.rows, each.axis)) * numbers) * INDEX_BYTES
-            yield Traffic("all_gather", each.axis, num_bytes, here.plan.mesh[each.axis], call.num_forwards)
+        for move in self.gathers:
+            num_bytes = int(sum(here.shard.sizes(move.rows, move.axis)) * numbers) * INDEX_BYTES
+            yield Traffic("all_gather", move.axis, num_bytes, here.plan.mesh[move.axis], call.num_forwards)
         num_rows = here.num_rows(self.rows, call.y_shape) if self.per_sample else prod(call.y_shape[:-1])
         yield from here.output_traffic(self.sums, (num_rows, self.width(here.coord)), call, path in here.trained)
 
@@ -110,10 +110,10 @@ def _place_table(draft: PlanDraft, path: str, table: nn.Embedding, use: FeatureU
     width_cut = draft.features_in(after, table.embedding_dim)
     by_width = [name for name in width_cut.names if name not in by_rows]
     name = draft.names[path]["weight"]
-    for each in by_rows:
-        draft.cut(name, each, 0, vocabulary.along(each))
-    for each in by_width:
-        draft.cut(name, each, 1, width_cut.along(each))
+    for axis_name in by_rows:
+        draft.cut(name, axis_name, 0, vocabulary.along(axis_name))
+    for axis_name in by_width:
+        draft.cut(name, axis_name, 1, width_cut.along(axis_name))
     if not by_rows and not by_width:
         return
     # tokens are gathered over the row-cutting axes that cut them; the output is cut as the stream is

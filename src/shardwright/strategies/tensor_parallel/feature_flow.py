@@ -201,8 +201,8 @@ class _FeatureFlow:
         inputs = iter(args)
         result = self.new()
         for node in graph.nodes:
-            given = [env[arg] for arg in node.all_input_nodes]
-            for value in given if node.op != "output" else ():
+            values = [env[arg] for arg in node.all_input_nodes]
+            for value in values if node.op != "output" else ():
                 self.used[id(value)] = self.used.get(id(value), 0) + 1
             if node.op == "placeholder":
                 env[node] = next(inputs, Value())
@@ -210,16 +210,16 @@ class _FeatureFlow:
                 called = module.get_submodule(str(node.target))
                 child = self.names[called]
                 in_order = list(node.args) == list(node.all_input_nodes) and not node.kwargs
-                if not in_order and any(value.cut for value in given):
+                if not in_order and any(value.cut for value in values):
                     raise _UnknownError
                 self.callers.setdefault(child, set()).add(path)
-                env[node] = self.visit(child, called, given, may_cut)
+                env[node] = self.visit(child, called, values, may_cut)
             elif node.op == "output":
-                if any(value.cut for value in given) and node.args[0] is not node.all_input_nodes[0]:
+                if any(value.cut for value in values) and node.args[0] is not node.all_input_nodes[0]:
                     raise _UnknownError
-                result = given[0] if len(given) == 1 and node.args[0] is node.all_input_nodes[0] else self.new()
+                result = values[0] if len(values) == 1 and node.args[0] is node.all_input_nodes[0] else self.new()
             else:
-                env[node] = self._function(node, given)
+                env[node] = self._function(node, values)
         return result
 
     def _function(self, node: fx.Node, given: Sequence[Value]) -> Value:

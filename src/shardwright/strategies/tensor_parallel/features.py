@@ -16,13 +16,13 @@ from shardwright.sharding.box import Range, Ranges, balanced_ranges, width
 
 def merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
     """Returns the union of index ranges as ascending ranges that neither overlap nor touch."""
-    found: list[Range] = []
+    union: list[Range] = []
     for a, b in sorted(ranges):
-        if found and a <= found[-1][1]:
-            found[-1] = (found[-1][0], max(b, found[-1][1]))
+        if union and a <= union[-1][1]:
+            union[-1] = (union[-1][0], max(b, union[-1][1]))
         elif a < b:
-            found.append((a, b))
-    return tuple(found)
+            union.append((a, b))
+    return tuple(union)
 
 
 def common(ranges: Sequence[Range], others: Sequence[Range]) -> list[Range]:
@@ -133,4 +133,4 @@ def nested(held: Mapping[tuple[int, ...], Sequence[Range]], parts: int) -> Range
                 if low < high:
                     slices[number].append((low, high))
                 offset += b - a
-    return tuple(merged(each) for each in slices)
+    return tuple(merged(pieces) for pieces in slices)

@@ -49,7 +49,7 @@ def gather_output_layers(
     for call in recording.calls:
         if call.name in PRODUCTS:
             num_outputs[call.module] += sum(prod(result.shape) for result in call.results)
-    found = {}
+    layers = {}
     for path, layer in model.named_modules():
         if type(layer) is not nn.Linear or has_hooks(layer) or layer.out_features < size or not num_outputs[path]:
             continue
@@ -59,5 +59,5 @@ def gather_output_layers(
         features = {leaf for name in parameters for leaf in leaves(axes.of(recording.parameters[name])[0])}
         sent, num_elements = 2 * num_outputs[path], sum(p.numel() for p in parameters.values())
         if sent <= most_sent * num_elements and features.isdisjoint(in_output):
-            found[path] = layer
-    return found
+            layers[path] = layer
+    return layers

@@ -129,9 +129,9 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     in_lists = kept
     for path, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
-            own = frozenset(name for name, _ in module.named_parameters(path))
-            in_lists |= own
-            kept |= own if module.proj_size else frozenset()  # the state that it projects has other units than a gate
+            names = frozenset(name for name, _ in module.named_parameters(path))
+            in_lists |= names
+            kept |= names if module.proj_size else frozenset()  # the state that it projects has other units than a gate
     readers = readers_of(recording)
     if size == 1:
         return GraphCuts({}, readers, in_lists)
@@ -140,23 +140,23 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     uncalled = {name for name, _ in model.named_parameters() if name not in used}
     norms = {f"{path}.{name}".lstrip(".") for path, norm in batch_norms(model) for name, _ in norm.named_parameters()}
     cut = _cut(recording, axes, size, kept | (uncalled & norms))
-    found = cut.shards
-    gathered = gather_output_layers(model, recording, axes, size, {*found, *kept}, readers, cut.most_sent)
+    shards = cut.shards
+    gathered = gather_output_layers(model, recording, axes, size, {*shards, *kept}, readers, cut.most_sent)
     more = {f"{path}.{name}": p for path, layer in gathered.items() for name, p in layer.named_parameters()}
     num_more = sum(p.numel() for p in more.values())
     if num_more > WORTH_MORE * cut.num_elements:
         for name, p in more.items():
             shard = shard_of(p.shape, (_balanced(len(p), size), *(None,) * (p.dim() - 1)))
             if shard is not None:
-                found[name] = shard
+                shards[name] = shard
     else:
         gathered, num_more = {}, 0
     if cut.num_elements + num_more >= LEAST * sum(prod(use.shape) for use in recording.parameters.values()):
-        return GraphCuts(found, readers, in_lists, frozenset(gathered))
-    by_module = _cut_by_module(model, recording, size, {*kept, *in_lists}, found, gathered, readers)
-    for shards in by_module.values():
-        found |= shards
-    return GraphCuts(found, readers, in_lists, frozenset((*gathered, *by_module)))
+        return GraphCuts(shards, readers, in_lists, frozenset(gathered))
+    by_module = _cut_by_module(model, recording, size, {*kept, *in_lists}, shards, gathered, readers)
+    for module_shards in by_module.values():
+        shards |= module_shards
+    return GraphCuts(shards, readers, in_lists, frozenset((*gathered, *by_module)))
 
 
 def _cut_by_module(
@@ -169,7 +169,7 @@ def _cut_by_module(
     matrices or tables that nobody else reads and that are not among ``kept``. What the model makes of their outputs
     does not matter.
     """
-    inside, found = recording.of_modules(), {}
+    inside, by_module = recording.of_modules(), {}
     for path, module in model.named_modules():
         own = {f"{path}.{name}": p.numel() for name, p in module.named_parameters(recurse=False) if p.dim() > 1}
         is_cut = sum(number for name, number in own.items() if name in cut) >= LEAST * sum(own.values())
@@ -178,8 +178,8 @@ def _cut_by_module(
         others = {name for name in inside[path].parameters if name in kept or readers.get(name) != {path}}
         shards = _cut(inside[path], axes_of(inside[path]), size, others).shards
         if any(name in shards and name not in cut for name in own):
-            found[path] = shards
-    return found
+            by_module[path] = shards
+    return by_module
 
 
 def _balanced(num_elements: int, size: int) -> bytes:
@@ -198,7 +198,7 @@ def _cut(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) 
     """
     features, outputs = _dims_of_features(recording), _dims_of_features(recording, all_convolutions=True)
     total = sum(prod(use.shape) for use in recording.parameters.values())
-    best, found = _CutShards({}), _candidates(recording, axes, size, kept, {})
+    best, candidates = _CutShards({}), _candidates(recording, axes, size, kept, {})
     for gathers, ties, least in (
         (False, False, 0.0),
         (True, False, WORTH_GATHERING * total),
@@ -207,14 +207,16 @@ def _cut(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) 
         if best.num_elements + least >= total:
             break
         if ties:
-            found = _candidates(recording, axes, size, kept, outputs)
-        alone = {axis: each for axis, each in found.items() if not each.is_normed}
+            candidates = _candidates(recording, axes, size, kept, outputs)
+        alone = {axis: candidate for axis, candidate in candidates.items() if not candidate.is_normed}
         taken = _chosen(recording, axes, alone, features, gathers=gathers)
         # a norm over cut features sends statistics, and what is before and behind it may then be cut where nothing was
-        more = _beside(found, taken)
+        more = _beside(candidates, taken)
         if more:
-            taken = _chosen(recording, axes, {each.axis: each for each in taken} | more, features, gathers=gathers)
-        cut = {each.axis: _balanced(each.axis.size, size) for each in taken}
+            taken = _chosen(
+                recording, axes, {candidate.axis: candidate for candidate in taken} | more, features, gathers=gathers
+            )
+        cut = {candidate.axis: _balanced(candidate.axis.size, size) for candidate in taken}
         shards = {}
         for name, use in {**recording.parameters, **recording.buffers}.items():
             cuts = _cuts_of(use, axes, cut, outputs if ties else {})
@@ -224,7 +226,7 @@ def _cut(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) 
                 shards[name] = shard
         num_elements = sum(prod(use.shape) for name, use in recording.parameters.items() if name in shards)
         if num_elements > best.num_elements + least:
-            best = _CutShards(shards, num_elements, sum(each.num_sent for each in taken) / num_elements)
+            best = _CutShards(shards, num_elements, sum(candidate.num_sent for candidate in taken) / num_elements)
     return best
 
 
@@ -260,17 +262,17 @@ def _chosen(
             refused.update(leaf for number in partly for leaf in leaves(dims[number]))
         if refused.isdisjoint(found):
             break
-        found = {axis: each for axis, each in found.items() if axis not in refused}
+        found = {axis: candidate for axis, candidate in found.items() if axis not in refused}
     # an output alone would be cut to be gathered at once
-    inner = any(each.is_tied or not each.in_output for each in taken.values())
+    inner = any(candidate.is_tied or not candidate.in_output for candidate in taken.values())
     return list(taken.values()) if inner else []
 
 
 def _beside(found: _Candidates, taken: Sequence[_Candidate]) -> _Candidates:
     """Returns the candidates over which norms go and that nothing of what is taken excludes."""
-    axes = {each.axis for each in taken}
-    free = (each for each in found.values() if each.is_normed and each.axis not in each.excludes)
-    return {each.axis: each for each in free if each.excludes.isdisjoint(axes)}
+    axes = {candidate.axis for candidate in taken}
+    free = (option for option in found.values() if option.is_normed and option.axis not in option.excludes)
+    return {candidate.axis: candidate for candidate in free if candidate.excludes.isdisjoint(axes)}
 
 
 def _taken(found: _Candidates) -> _Candidates:
@@ -281,17 +283,18 @@ def _taken(found: _Candidates) -> _Candidates:
 
 
 def _num_elements(candidates: _Candidates) -> int:
-    return sum(each.num_elements for each in candidates.values())
+    return sum(candidate.num_elements for candidate in candidates.values())
 
 
 def _cheapest(found: _Candidates) -> _Candidates:
     by_cost = sorted(
-        found.values(), key=lambda each: (each.in_output, each.num_sent / each.num_elements, -each.num_elements)
+        found.values(),
+        key=lambda option: (option.in_output, option.num_sent / option.num_elements, -option.num_elements),
     )
     taken: _Candidates = {}
-    for each in by_cost:
-        if each.axis not in each.excludes and each.excludes.isdisjoint(taken):
-            taken[each.axis] = each
+    for candidate in by_cost:
+        if candidate.axis not in candidate.excludes and candidate.excludes.isdisjoint(taken):
+            taken[candidate.axis] = candidate
     return taken
 
 
@@ -302,23 +305,23 @@ def _most(found: _Candidates, taken: _Candidates) -> _Candidates:
     the inner channels of every block. What is sent more for each element that is gained has a limit: heads that all
     share one key head are not exchanged for the features of a head, which would cost a sum of all attention scores.
     """
-    num_elements, num_sent = _num_elements(taken), sum(each.num_sent for each in taken.values())
+    num_elements, num_sent = _num_elements(taken), sum(candidate.num_sent for candidate in taken.values())
 
     def is_better(instead: _Candidates, before: _Candidate) -> bool:
         gained = _num_elements(instead) - before.num_elements
-        more = sum(each.num_sent for each in instead.values()) - before.num_sent
+        more = sum(candidate.num_sent for candidate in instead.values()) - before.num_sent
         return gained > 0 and more * num_elements <= MOST_FOR_MORE * num_sent * gained
 
     while True:
         excluded_by = defaultdict[DimAxis, _Candidates](dict)
-        for axis, each in found.items():
-            by = [other for other in each.excludes if other in taken]
-            if axis not in taken and axis not in each.excludes and len(by) == 1 and not each.in_output:
-                excluded_by[by[0]][axis] = each
+        for axis, candidate in found.items():
+            by = [other for other in candidate.excludes if other in taken]
+            if axis not in taken and axis not in candidate.excludes and len(by) == 1 and not candidate.in_output:
+                excluded_by[by[0]][axis] = candidate
         for axis, others in excluded_by.items():
             instead = _cheapest(others)
             if is_better(instead, taken[axis]):
-                taken = {each: candidate for each, candidate in taken.items() if each is not axis} | instead
+                taken = {other: candidate for other, candidate in taken.items() if other is not axis} | instead
                 break
         else:
             return taken
@@ -340,43 +343,43 @@ def _candidates(
 
     An axis may also be in other dims of a parameter than that of its output features, which ``tied`` has.
     """
-    given = (*recording.inputs, *recording.marked_inputs, *recording.measured_in_backward)
-    refused = {leaf for use in given for axis in axes.of(use) for leaf in leaves(axis)}
-    lookups = [each for each in axes.uses if each.role is Role.LOOKUP]
+    whole_uses = (*recording.inputs, *recording.marked_inputs, *recording.measured_in_backward)
+    refused = {leaf for use in whole_uses for axis in axes.of(use) for leaf in leaves(axis)}
+    lookups = [axis_use for axis_use in axes.uses if axis_use.role is Role.LOOKUP]
     refused |= {leaf for use in lookups if any(use.call.args[3:]) for leaf in leaves(use.axis)}  # scaled, or sparse
     refused |= {leaf for name in kept for axis in axes.of(recording.parameters[name]) for leaf in leaves(axis)}
-    found: _Candidates = {}
-    for use in (each for each in recording.parameters.values() if prod(each.shape)):
+    by_leaf: _Candidates = {}
+    for use in (parameter for parameter in recording.parameters.values() if prod(parameter.shape)):
         for axis in axes.of(use):
             for leaf in dict.fromkeys(leaves(axis)):  # in order: every rank makes the same choice
                 if leaf.whole in ("", CLASSES) and leaf.size >= size and leaf not in refused:
                     num_elements = prod(use.shape) * _num_along(leaf, axis) // axis.size
-                    found.setdefault(leaf, _Candidate(leaf)).num_elements += num_elements
-    for each in axes.uses:
-        for leaf in set(leaves(each.axis)) & found.keys():
-            found[leaf].num_sent += 2 * sum(prod(sent.shape) for sent in _sent(each))
-            found[leaf].is_normed |= each.role is Role.NORM
-    for leaf in {leaf for use in recording.outputs for axis in axes.of(use) for leaf in leaves(axis)} & found.keys():
-        found[leaf].in_output = True  # it is gathered at the end: inner axes come first
+                    by_leaf.setdefault(leaf, _Candidate(leaf)).num_elements += num_elements
+    for axis_use in axes.uses:
+        for leaf in set(leaves(axis_use.axis)) & by_leaf.keys():
+            by_leaf[leaf].num_sent += 2 * sum(prod(sent.shape) for sent in _sent(axis_use))
+            by_leaf[leaf].is_normed |= axis_use.role is Role.NORM
+    for leaf in {leaf for use in recording.outputs for axis in axes.of(use) for leaf in leaves(axis)} & by_leaf.keys():
+        by_leaf[leaf].in_output = True  # it is gathered at the end: inner axes come first
     samples = axes.of_samples(recording.inputs)
     for lookup in lookups:
         index = lookup.call.operands[1]
         sizes = [root(axis).size for axis in axes.of(index) if not samples.isdisjoint(leaves(axis))]
         is_large = sizes and lookup.axis.size >= LARGE_TABLE * prod(index.shape) // prod(sizes)
-        for leaf in [leaf for leaf in set(leaves(lookup.axis)) & found.keys() if not is_large]:
-            if not (found[leaf].in_output or leaf.whole == CLASSES):
-                del found[leaf]  # a small table, or one of positions: a sum of all tokens would save little
+        for leaf in [leaf for leaf in set(leaves(lookup.axis)) & by_leaf.keys() if not is_large]:
+            if not (by_leaf[leaf].in_output or leaf.whole == CLASSES):
+                del by_leaf[leaf]  # a small table, or one of positions: a sum of all tokens would save little
     for use, dims in axes.dims.items():
-        groups = [set(leaves(axis)) & found.keys() for axis in dims]
-        own = tied.get(use)
-        if own is not None:
-            for leaf in groups[own]:
-                found[leaf].is_tied |= sum(leaf in group for group in groups) > 1
-            groups = [group if number == own else group - groups[own] for number, group in enumerate(groups)]
-        _exclude(groups, found)
+        groups = [set(leaves(axis)) & by_leaf.keys() for axis in dims]
+        dim = tied.get(use)
+        if dim is not None:
+            for leaf in groups[dim]:
+                by_leaf[leaf].is_tied |= sum(leaf in group for group in groups) > 1
+            groups = [group if number == dim else group - groups[dim] for number, group in enumerate(groups)]
+        _exclude(groups, by_leaf)
         for axis in dims:
-            _exclude_inside(axis, found)
-    return found
+            _exclude_inside(axis, by_leaf)
+    return by_leaf
 
 
 def _sent(use: AxisUse) -> Sequence[TensorUse]:
@@ -396,7 +399,7 @@ def _dims_of_features(recording: Recording, *, all_convolutions: bool = False) -
     multi-query attention in a fused layer. In other uses what all hold would be gathered, or count several times. Of
     convolutions depthwise ones alone can do so; with ``all_convolutions`` the result has the others too.
     """
-    found: dict[TensorUse, int | None] = {}
+    feature_dims: dict[TensorUse, int | None] = {}
     views = {use: (use, tuple(range(len(use.shape)))) for use in recording.parameters.values()}
     read = {use for call in recording.calls for use in call.operands} | set(recording.outputs)
     for call in recording.calls:
@@ -411,9 +414,9 @@ def _dims_of_features(recording: Recording, *, all_convolutions: bool = False) -
                 views.setdefault(call.results[0], (parameter, turned))
                 continue
             dim = _dim_of_features(call, number, all_convolutions)
-            own = None if dim is None else dims[dim]
-            found[parameter] = own if found.get(parameter, own) == own else None
-    return found
+            feature_dim = None if dim is None else dims[dim]
+            feature_dims[parameter] = feature_dim if feature_dims.get(parameter, feature_dim) == feature_dim else None
+    return feature_dims
 
 
 def _dim_of_features(call: RecordedCall, number: int, all_convolutions: bool) -> int | None:
@@ -432,7 +435,7 @@ def _squeezed(
 ) -> tuple[int, ...]:
     of = range(len(dims)) if chosen is None or not dims else [chosen] if isinstance(chosen, int) else chosen
     gone = {dim % len(dims) for dim in of if shape[dim] == 1}
-    return tuple(each for dim, each in enumerate(dims) if dim not in gone)
+    return tuple(weight_dim for dim, weight_dim in enumerate(dims) if dim not in gone)
 
 
 def _unsqueezed(dims: tuple[int, ...], shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
@@ -452,7 +455,7 @@ _TURNS: Mapping[str, Callable[..., tuple[int, ...]]] = {
     "squeeze": _squeezed,
     "unsqueeze": _unsqueezed,
     "transpose": _transposed,
-    "permute": lambda dims, _, order: tuple(dims[each] for each in order),
+    "permute": lambda dims, _, order: tuple(dims[dim] for dim in order),
 }
 """For each operator that makes a view of a weight, a function that tells which dims of the weight the view's dims are.
 

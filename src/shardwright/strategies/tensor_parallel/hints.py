@@ -36,8 +36,8 @@ def hints_of(model: nn.Module) -> dict[str, str]:
             pattern = re.escape(f"{path}.{name}".lstrip(".")).replace(r"\*", r"\d+")
             styles.append((re.compile(rf"{pattern}(\.[^.]+)?"), style))
     names = [name for name, parameter in model.named_parameters() if parameter.dim() > 1] if styles else []
-    found = ((name, next((style for each, style in styles if each.fullmatch(name)), None)) for name in names)
-    return {name: style for name, style in found if style is not None}
+    hints = ((name, next((style for pattern, style in styles if pattern.fullmatch(name)), None)) for name in names)
+    return {name: style for name, style in hints if style is not None}
 
 
 def with_hints(model: nn.Module, plan: Plan, axes: Collection[str]) -> Plan:

@@ -263,7 +263,7 @@ def _store_apart(draft: PlanDraft, name: str, y: Features, roles: Mapping[str, s
         if roles[axis.name] == "t" and axis.stored:
             ranges = nested(held, axis.size)
             draft.cut(name, axis.name, 0, ranges)
-            held = {(*key, i): merged(common(ranges[i], each)) for key, each in held.items() for i in range(axis.size)}
+            held = {(*key, i): merged(common(ranges[i], rows)) for key, rows in held.items() for i in range(axis.size)}
             fetches.append(axis.name)
     return fetches
 

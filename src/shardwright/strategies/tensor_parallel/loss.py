@@ -67,11 +67,11 @@ class LossNote(OperatorNote):
         of_each = here.rows_each(call.y_shape)
         num_rows = here.num_rows((), call.y_shape)
         element_bytes = max(call.element_bytes, 4)  # losses are no narrower than float32
-        for each in self.gathers:
-            num_rows = int(sum(here.shard.sizes(each.rows, each.axis)) * of_each)
-            size = here.plan.mesh[each.axis]
-            yield Traffic("all_gather", each.axis, num_rows * INDEX_BYTES, size)
-            yield Traffic("all_gather", each.axis, num_rows * element_bytes, size)
+        for move in self.gathers:
+            num_rows = int(sum(here.shard.sizes(move.rows, move.axis)) * of_each)
+            size = here.plan.mesh[move.axis]
+            yield Traffic("all_gather", move.axis, num_rows * INDEX_BYTES, size)
+            yield Traffic("all_gather", move.axis, num_rows * element_bytes, size)
         for axis in self.vocabulary.names:
             size = here.plan.mesh[axis]
             yield Traffic("all_gather", axis, num_rows * self.num_numbers * size * element_bytes, size)

@@ -78,14 +78,14 @@ class Mode:
         if self.pinned is not None:
             inner = [b._replace(states=b.states or self.pinned, sums=False) for b in boundaries[1:-1]]
             last = boundaries[-1]._replace(sums=False)
-            found = cheapest(layers, (boundaries[0], *inner, last), self.axes, num_tokens, rows_end=rows_end)
-            if found is not None:
-                return found
-        found = cheapest(layers, boundaries, self.axes, num_tokens, regather=not self.keep, rows_end=rows_end)
-        if found is None or self.pinned is None:
-            return found
+            choice = cheapest(layers, (boundaries[0], *inner, last), self.axes, num_tokens, rows_end=rows_end)
+            if choice is not None:
+                return choice
+        choice = cheapest(layers, boundaries, self.axes, num_tokens, regather=not self.keep, rows_end=rows_end)
+        if choice is None or self.pinned is None:
+            return choice
         misfit = self._misfit(boundaries)
-        return replace(found, steps=tuple(step._replace(misfit=misfit) for step in found.steps))
+        return replace(choice, steps=tuple(step._replace(misfit=misfit) for step in choice.steps))
 
     def _misfit(self, boundaries: Sequence[LayerBoundary]) -> str:
         """Returns why the pinned roles do not fit a block, as text that is appended to a reason."""

@@ -36,21 +36,21 @@ def input_moves(step: RoleStep, axes: tuple[GridAxis, ...], x: Features) -> tupl
     come the moves "whole", for axes that copy the input: such a move gathers nothing, and all-reduces the input's
     gradient in the backward.
     """
-    found = [
+    moves = [
         AxisMove(axis.name, "whole")
         for axis, state, role in zip(axes, step.before, step.roles, strict=True)
         if role == "h" and state == "C"
     ]
     rows = step.rows_before
     for name in step.gathers:
-        found.append(AxisMove(name, "rows", rows))
+        moves.append(AxisMove(name, "rows", rows))
         rows = rows_after(rows, "gather", [name])
     joined: tuple[str, ...] = ()
     for axis, state, role in reversed(list(zip(axes, step.before, step.roles, strict=True))):
         if role == "h" and state == "F":
-            found.append(AxisMove(axis.name, "features", features=x, over=joined))
+            moves.append(AxisMove(axis.name, "features", features=x, over=joined))
             joined += (axis.name,)
-    return tuple(found)
+    return tuple(moves)
 
 
 def output_moves(step: RoleStep, axes: tuple[GridAxis, ...], y: Features) -> tuple[AxisMove, ...]:
@@ -59,16 +59,16 @@ def output_moves(step: RoleStep, axes: tuple[GridAxis, ...], y: Features) -> tup
     They are reduce-scatters over features (slowest axis first), reduce-scatters over rows, then all-reduces.
     """
     cutting = [a.name for a, s, r in zip(axes, step.after, step.roles, strict=True) if r == "k" and s == "F"]
-    found = [
+    moves = [
         AxisMove(name, "features", features=y, over=tuple(cutting[number + 1 :])) for number, name in enumerate(cutting)
     ]
     rows = step.rows_gathered
     for name in step.cuts:
         rows = rows_after(rows, "cut", [name])
-        found.append(AxisMove(name, "rows", rows))
-    found += [
+        moves.append(AxisMove(name, "rows", rows))
+    moves += [
         AxisMove(axis.name, "whole")
         for axis, state, role in zip(axes, step.after, step.roles, strict=True)
         if role == "k" and state == "C"
     ]
-    return tuple(found)
+    return tuple(moves)

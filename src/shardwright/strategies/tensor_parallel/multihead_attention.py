@@ -99,7 +99,7 @@ class MultiheadNote(OperatorNote):
 
         They are those of the output, without the ones over features, which attention weights do not have.
         """
-        return tuple(each for each in output_moves(self.after, self.axes, self.y) if each.kind != "features")
+        return tuple(move for move in output_moves(self.after, self.axes, self.y) if move.kind != "features")
 
     def apply(self, rank: Applying, path: str, module: Any) -> None:
         """Makes the module compute this rank's heads; for the out-projection inside the plan has another entry."""
@@ -121,10 +121,10 @@ class MultiheadNote(OperatorNote):
         attention, frozen = call.call, here.plan.frozen
         assert attention is not None, "an attention was called"
         moved, before = self.input_moves(), self.before.rows_before
-        rows = tuple(each for each in moved if each.kind == "rows")
+        rows = tuple(move for move in moved if move.kind == "rows")
         # self-attention with one packed weight is one product, which gathers its input again if it did not keep it
         again = len(attention.inputs) == len(self.projections) == 1 and not here.mode.keep
-        operands = [(moved, *each, again and self.projections[0].name not in frozen) for each in attention.inputs]
+        operands = [(moved, *sizes, again and self.projections[0].name not in frozen) for sizes in attention.inputs]
         operands += [(rows, 1, attention.mask, attention.mask_learns, False)] if attention.mask else []
         operands += [(rows, 1, attention.padding, attention.padding_learns, False)] if attention.padding else []
         for moves, tokens, num_features, learns, twice in operands:
@@ -133,21 +133,21 @@ class MultiheadNote(OperatorNote):
             yield from here.input_traffic(moves, before, Features.balanced(num_features, ()), operand, again=twice)
         of_each = [attention.mask] * attention.mask_learns + [attention.padding] * attention.padding_learns
         learnt = [attention.shared_mask, *(here.num_held(before) * size for size in of_each)]
-        for axis in (each.axis for each in moved if each.kind == "whole"):
+        for axis in (move.axis for move in moved if move.kind == "whole"):
             for size in learnt:
                 yield Traffic("all_reduce", axis, size * call.element_bytes, here.plan.mesh[axis])
         for _, name, axes in self.projections:
             yield from here.weight_traffic(name, axes, call.num_forwards + (again and attention.inputs[0][2]))
         if self.inside:
-            made = (self.bias, *(each.name for each in self.projections[:2]))  # queries and keys
-            learns = attention.scores_learn or any(name is not None and name not in frozen for name in made)
+            names = (self.bias, *(projection.name for projection in self.projections[:2]))  # queries and keys
+            learns = attention.scores_learn or any(name is not None and name not in frozen for name in names)
             num_bytes = here.num_held(self.before.rows_after) * attention.scores * call.element_bytes
             members = len(self.sharing(here.coord))
             yield Traffic("all_reduce", self.heads.names[0], num_bytes, members, call.num_forwards + learns)
         if attention.weights:
-            given = (here.num_held(self.after.rows_gathered), attention.weights)
+            weights_shape = (here.num_held(self.after.rows_gathered), attention.weights)
             of_samples = replace(call, y_shape=(here.num_held(()), attention.weights))
-            yield from here.output_traffic(self.output_moves(), given, of_samples, attention.weights_learn)
+            yield from here.output_traffic(self.output_moves(), weights_shape, of_samples, attention.weights_learn)
 
     def fetched(self) -> Iterator[tuple[str, Sequence[str]]]:
         """Yields the packed weight of q, k and v, with the axes of its all-gather."""

@@ -96,7 +96,7 @@ def var_mean_over(
     dims, x = _listed(over, input), input.to(torch.promote_types(input.dtype, torch.float32))
     mean = x.mean(dims, keepdim=True)
     taken_off = (1 if unbiased else 0) if correction is None else correction
-    count = max(0, prod(input.shape[each] for each in dims) - taken_off)
+    count = max(0, prod(input.shape[number] for number in dims) - taken_off)
     var = (x - mean).square().sum(dims, keepdim=keepdim) / count
     return var.to(input.dtype), (mean if keepdim else mean.sum(dims)).to(input.dtype)
 
@@ -160,7 +160,7 @@ def _varied_dims(
 
 
 def _other_dims(v: Tensor, g: Tensor, dim: int = 0) -> list[int]:
-    return [each for each in range(v.dim()) if each != dim]
+    return [other for other in range(v.dim()) if other != dim]
 
 
 def _last_dims(input: Tensor, normalized_shape: Sequence[int], *_: Any, **__: Any) -> range:

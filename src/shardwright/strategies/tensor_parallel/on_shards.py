@@ -63,36 +63,36 @@ def apply_on_shards(
         share_statistics((norm for _, norm in norms), [axes[name] for name in note.rows], by=by)
     mode = ShardsMode(axes[note.axis]) if note.axis is not None else None
     output = OutputShards(model, loss, mode, by, stages is not None) if mode is not None else None
-    own: dict[str, list[HeldShard]] = {}
+    by_path: dict[str, list[HeldShard]] = {}
     for path, module, name, whole in owners(model):
         if whole in note.shards or whole in note.stored:
             stored = note.stored.get(whole)
             fetch = partial(_fetched, stored, axes) if stored is not None else None
             readers = stored.readers if stored is not None and stored.everywhere else ()
             held_shard = HeldShard(module, "_parameters", name, note.shards.get(whole), fetch, whole)
-            own.setdefault("" if readers else path, []).append(held_shard)
+            by_path.setdefault("" if readers else path, []).append(held_shard)
             # a backward runs a block again without the model around it
             for block in recomputed:
                 if any(is_inside(reader, block) for reader in readers):
-                    own.setdefault(block, []).append(held_shard._replace(again=True))
+                    by_path.setdefault(block, []).append(held_shard._replace(again=True))
     buffers = []
     for path, module in model.named_modules():
         for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
             held_shard = HeldShard(module, "_buffers", name, note.shards.get(f"{path}.{name}".lstrip(".")))
             if held_shard.shard is not None:
-                own.setdefault(path, []).append(held_shard)
+                by_path.setdefault(path, []).append(held_shard)
             if kind_of(module) not in BATCH_NORMS:  # they write to theirs in place
                 buffers.append(held_shard)
     again = CheckpointedCode(mode, buffers)
     if mode is not None:
         mode.prepared = again.prepared
-    tags = [each for held in own.values() for each in held if each.fetch is None]
+    tags = [shard for held in by_path.values() for shard in held if shard.fetch is None]
     opened = {"", *stages.opened} if stages is not None else set()
     for path, module in model.named_modules():
         if path in opened:
             continue
-        mine = own.get(path, [])
-        held = [*(each for each in mine if each.fetch is not None), *tags] if path == "" else mine
+        mine = by_path.get(path, [])
+        held = [*(shard for shard in mine if shard.fetch is not None), *tags] if path == "" else mine
         is_norm = kind_of(module) in BATCH_NORMS
         around = (
             partial(_norm_on_shards, mode, module, held, output, again)
@@ -102,14 +102,14 @@ def apply_on_shards(
         if path in note.gathered and mode is not None:
             around = partial(_gather_output, mode, held, output, again)
         wrap(module, Rung.ON_SHARDS, "its own code on shards of tensors", by=by, around=around)
-    held = [each for mine in own.values() for each in mine]
-    fetched = {name: [each for each in held if each.whole == name and not each.again] for name in note.stored}
+    held = [shard for mine in by_path.values() for shard in mine]
+    fetched = {name: [shard for shard in held if shard.whole == name and not shard.again] for name in note.stored}
     return ShardsFrame(
         mode,
         output,
         tags,
         fetched,
-        frozenset(name for name, each in note.stored.items() if each.everywhere),
+        frozenset(name for name, stored_shards in note.stored.items() if stored_shards.everywhere),
         buffers,
     )
 
@@ -131,8 +131,8 @@ def _on_shards(
     mode: ShardsMode | None, held: Sequence[HeldShard], is_model: bool, output: OutputShards | None,
     buffers: Sequence[HeldShard], again: CheckpointedCode, forward: Forward,
 ) -> Forward:  # fmt: skip
-    tags = [each for each in held if each.fetch is None]
-    stored = [(each, each.fetch) for each in held if each.fetch is not None]
+    tags = [shard for shard in held if shard.fetch is None]
+    stored = [(shard, shard.fetch) for shard in held if shard.fetch is not None]
 
     @wraps(forward)
     def on_shards(*args: Any, **named: Any) -> Any:
@@ -141,7 +141,7 @@ def _on_shards(
         if not stored and not is_model and (mode is None or mode.depth):
             return forward(*args, **named)
         is_outermost = mode is not None and not mode.depth
-        missing = [(each, fetch) for each, fetch in stored if not (each.again and each.is_at_hand)]
+        missing = [(shard, fetch) for shard, fetch in stored if not (shard.again and shard.is_at_hand)]
         running = run_on_shards(mode, buffers) if mode is not None and is_outermost else nullcontext()
         with again.around(missing), running:
             outputs = forward(*args, **named)
@@ -159,7 +159,7 @@ def _norm_on_shards(
     again: CheckpointedCode, forward: Forward,
 ) -> Forward:  # fmt: skip
     """Wraps a BatchNorm to run on this rank's channels; statistics are shared only over axes that cut samples."""
-    channels = next((each.shard.cuts[0] for each in held if each.shard is not None), None)
+    channels = next((held_shard.shard.cuts[0] for held_shard in held if held_shard.shard is not None), None)
     is_whole = not held and any(True for _ in chain(module.parameters(), module.buffers()))
 
     def on_shards(input: Tensor) -> Tensor:
@@ -170,10 +170,10 @@ def _norm_on_shards(
         elif shard is None or channels is None or shard.cuts[1] != channels:
             return run(input)  # type: ignore[no-any-return]
         with torch._C.DisableTorchFunction():
-            found: Tensor = forward(input)
+            outputs: Tensor = forward(input)
         if not is_whole:
-            tag(found, shard)
-        return found
+            tag(outputs, shard)
+        return outputs
 
     run = _on_shards(mode, held, False, output, (), again, forward)
     return wraps(forward)(on_shards)

@@ -124,8 +124,8 @@ def _class_targets(logits: TensorShard) -> Tensor:
 
 
 def _shards_of(output: Any) -> list[TensorShard]:
-    found = (tagged(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-    return [shard for shard in found if shard is not None]
+    shards = (tagged(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    return [shard for shard in shards if shard is not None]
 
 
 def _on_shards(mode: ShardsMode, forward: Forward) -> Forward:
@@ -184,8 +184,8 @@ def _takes_classes(loss: nn.Module, output: Any, shards: list[TensorShard]) -> b
 
     def as_meta(x: Tensor) -> Tensor:
         shard = tagged(x)
-        made = torch.empty(x.shape if shard is None else shard.shape, dtype=x.dtype, device="meta")
-        return made.requires_grad_(x.requires_grad).view_as(made)  # no leaf, as an output is none: code may write to it
+        meta = torch.empty(x.shape if shard is None else shard.shape, dtype=x.dtype, device="meta")
+        return meta.requires_grad_(x.requires_grad).view_as(meta)  # no leaf, as an output is none: code may write to it
 
     seen = _LossCalls(cut[0])
     try:
@@ -193,8 +193,8 @@ def _takes_classes(loss: nn.Module, output: Any, shards: list[TensorShard]) -> b
         with torch.enable_grad(), without_dispatch_modes(), on_meta(loss, guess=False):
             output = tree_map_only(Tensor, as_meta, output)
             with seen:
-                given = loss(output, _class_targets(logits))
-        behind = nodes_behind(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+                loss_value = loss(output, _class_targets(logits))
+        behind = nodes_behind(leaf for leaf in tree_leaves(loss_value) if isinstance(leaf, Tensor))
         has_own_backward = any(isinstance(node, BackwardCFunction) for node in behind)
     except Exception:  # of a user's loss, which may read values: whatever it raises, its logits are gathered
         return False

@@ -56,12 +56,12 @@ def place(job: Job, plan: Plan, mode: Mode, apart: Mapping[str, str] = MappingPr
     Raises: LayoutError: no layer can be cut, an attention has fewer elements than the one axis has ranks, a role that
         the user gave to a layer does not fit, or a layer mixes the samples or tokens that the layout cuts.
     """
-    found = with_rows(job, plan, mode)
-    if found.dim == 1 and not is_asked(plan):
+    row_mode = with_rows(job, plan, mode)
+    if row_mode.dim == 1 and not is_asked(plan):
         with suppress(LayoutError):  # /seq was not written: where it fails, samples are cut
-            return _placed(job, plan, found, apart)
-        found = mode
-    return _placed(job, plan, found, apart)
+            return _placed(job, plan, row_mode, apart)
+        row_mode = mode
+    return _placed(job, plan, row_mode, apart)
 
 
 def _placed(job: Job, plan: Plan, mode: Mode, apart: Mapping[str, str]) -> Plan:
@@ -161,7 +161,7 @@ def _allowed_callers(draft: PlanDraft) -> Iterator[tuple[str, AllowedCallers]]:
 
 def why_apart(path: str, apart: Mapping[str, str]) -> str:
     """Returns why a module stays whole: the reason of the nearest module around it in ``apart``; "" if none is."""
-    nearest = max((each for each in apart if is_inside(path, each)), key=len, default="")
+    nearest = max((outer_path for outer_path in apart if is_inside(path, outer_path)), key=len, default="")
     return apart.get(nearest, "")
 
 
@@ -170,7 +170,7 @@ _CUT = (nn.Linear, *CONVOLUTIONS, nn.RNNBase, nn.RNNCellBase)
 
 
 def _first_weight(layer: nn.Module) -> Tensor:
-    name = next(each for each in ("weight", "weight_ih", "weight_ih_l0") if hasattr(layer, each))
+    name = next(candidate for candidate in ("weight", "weight_ih", "weight_ih_l0") if hasattr(layer, candidate))
     weight: Tensor = getattr(layer, name)
     return weight
 

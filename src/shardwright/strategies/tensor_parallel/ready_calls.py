@@ -162,7 +162,7 @@ class _ReadyStep:
         self.named = filling(step.named) if step.named else None
         # a linear layer's backward makes a new tensor for this gradient, so the all-reduce may overwrite it
         is_linear = step.function is functional.linear
-        self.changes = [(each, is_linear and step.args[0] == Slot(each.slot)) for each in step.changes]
+        self.changes = [(change, is_linear and step.args[0] == Slot(change.slot)) for change in step.changes]
         self.results, self.written, self.summed = step.results, step.written, step.summed
         self.addend, self.addend_dim = step.addend, step.addend_dim
 
@@ -175,26 +175,28 @@ class _ReadyStep:
         for slot in self.written:
             if COPIED in values[slot].__dict__:
                 raise mode.refuse_write(self.function)
-        own = values
+        operands = values
         if self.changes:
-            own = [*values]
+            operands = [*values]
             for change, is_new in self.changes:
-                own[change.slot] = mode.changed(own[change.slot], change, is_new)
-        args = self.args(own)
-        results = self.function(*args) if self.named is None else self.function(*args, **self.named(own))
+                operands[change.slot] = mode.changed(operands[change.slot], change, is_new)
+        args = self.args(operands)
+        results = self.function(*args) if self.named is None else self.function(*args, **self.named(operands))
         if isinstance(results, Tensor) and not self.summed:
             (slot,) = self.results
             values[slot] = results
             return
-        found = [results] if isinstance(results, Tensor) else [x for x in tree_leaves(results) if isinstance(x, Tensor)]
+        tensors = (
+            [results] if isinstance(results, Tensor) else [x for x in tree_leaves(results) if isinstance(x, Tensor)]
+        )
         if self.summed:
-            found = [partial_to_whole(x, mode.axis) for x in found]
+            tensors = [partial_to_whole(x, mode.axis) for x in tensors]
             if self.addend is not None:
-                addend = own[self.addend.number]
+                addend = operands[self.addend.number]
                 if self.addend_dim >= 0:
-                    addend = addend.view(-1, *(1,) * (found[0].dim() - 1 - self.addend_dim))
-                found[0] = found[0] + addend
-        for slot, x in zip(self.results, found, strict=True):
+                    addend = addend.view(-1, *(1,) * (tensors[0].dim() - 1 - self.addend_dim))
+                tensors[0] = tensors[0] + addend
+        for slot, x in zip(self.results, tensors, strict=True):
             values[slot] = x
 
 
@@ -210,9 +212,9 @@ def filling(tree: Any) -> Fill:
     if _is_fixed(tree):
         return lambda values: tree
     if kind is dict:
-        by_name = [(key, filling(each)) for key, each in tree.items()]
+        by_name = [(key, filling(child)) for key, child in tree.items()]
         return lambda values: {key: fill(values) for key, fill in by_name}
-    fills = [filling(each) for each in tree]
+    fills = [filling(child) for child in tree]
     if hasattr(tree, "_fields"):
         return lambda values: kind(*[fill(values) for fill in fills])
     return lambda values: kind([fill(values) for fill in fills])

@@ -55,8 +55,8 @@ def recurrent_on_shards(host: RecurrentHost, function: Any, args: tuple[Any, ...
     another way are all-gathered, and all ranks compute the whole.
     """
     call = recurrent_call(function, args, named)
-    cuts = [] if call is None else [_cut_of(each, call.kind, host.axis.size) for each in call.weights]
-    if call is None or cuts[0] is None or any(each != cuts[0] for each in cuts):
+    cuts = [] if call is None else [_cut_of(weights, call.kind, host.axis.size) for weights in call.weights]
+    if call is None or cuts[0] is None or any(cut != cuts[0] for cut in cuts):
         return host.on_whole(function, args, named)
     shard = _RecurrentShard(host, call.kind, cuts[0])
     return shard.cell(call) if call.is_cell else shard.layers(call)
@@ -67,13 +67,13 @@ def _cut_of(weights: Sequence[Tensor], kind: CellKind, size: int) -> bytes | Non
 
     Each rank must have some units, next to each other. None if not.
     """
-    shards = [tagged(each) for each in weights]
+    shards = [tagged(weight) for weight in weights]
     rows = shards[0].cuts[0] if shards[0] is not None else None
     if rows is None:
         return None
     cut = rows[: len(rows) // GATES[kind]]
-    wanted = cut * GATES[kind], None
-    fits = all(shard is not None and shard.cuts == wanted[: len(shard.shape)] for shard in shards)
+    cuts = cut * GATES[kind], None
+    fits = all(shard is not None and shard.cuts == cuts[: len(shard.shape)] for shard in shards)
     return cut if fits and is_in_blocks(cut, size) else None
 
 
@@ -96,11 +96,11 @@ class _RecurrentShard:
         states, cells = list[Tensor](), list[Tensor]()
         ways = 2 if call.bidirectional else 1
         for start in range(0, len(call.weights), ways):
-            found = [
+            walks = [
                 self._walk(x, first[n], first_cells[n], call.weights[n], sizes, backwards=n > start)
                 for n in range(start, start + ways)
             ]
-            outputs, of_layer, own_cells = zip(*found, strict=True)
+            outputs, of_layer, own_cells = zip(*walks, strict=True)
             x = torch.cat(outputs, -1) if ways > 1 else outputs[0]
             states += of_layer
             if self.has_cells:  # of one layer at once: dropout between layers makes each a call of its own

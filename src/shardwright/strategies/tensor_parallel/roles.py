@@ -154,7 +154,7 @@ def sent_elements(
     # this rank's part of the output before it is summed over the axes of role k
     y = num_tokens * layer.out_features / prod(a.size for a, r in zip(axes, step.roles, strict=True) if r != "k")
     outputs = list(zip(axes, step.after, step.roles, strict=True))
-    for axis, state, role in sorted(outputs, key=lambda each: each[1] == "C"):  # parts are summed before copies
+    for axis, state, role in sorted(outputs, key=lambda output: output[1] == "C"):  # parts are summed before copies
         if role == "k":
             elements += 2 * (axis.size - 1) / axis.size * y
             y /= axis.size if state != "C" else 1
@@ -274,14 +274,14 @@ def cheapest(
     # Dynamic programming: per layer, the cheapest choice that ends in each (states, cut of the rows).
     best: dict[tuple[States, RowMoves], RoleChoice] = {(start, ()): RoleChoice((), 0.0)}
     for layer, boundary in zip(layers, boundaries[1:], strict=True):
-        found: dict[tuple[States, RowMoves], RoleChoice] = {}
+        choices: dict[tuple[States, RowMoves], RoleChoice] = {}
         for (before, rows), so_far in best.items():
             for step in steps_from(layer, before, rows, boundary, axes):
                 elements = so_far.elements + sent_elements(layer, step, axes, num_tokens, regather=regather)
                 elements += joined_elements(boundary, step.after, axes, num_tokens)
                 key = (step.after, step.rows_after)
-                if elements < found.get(key, RoleChoice((), inf)).elements - 1e-6:
-                    found[key] = RoleChoice((*so_far.steps, step), elements)
-        best = found
+                if elements < choices.get(key, RoleChoice((), inf)).elements - 1e-6:
+                    choices[key] = RoleChoice((*so_far.steps, step), elements)
+        best = choices
     ends = [choice for (_, rows), choice in best.items() if rows_end is None or rows == rows_end]
     return min(ends, key=lambda choice: choice.elements, default=None)

@@ -76,14 +76,14 @@ def with_rows(job: Job, plan: Plan, mode: Mode) -> Mode:
     samples = job.num_samples
     if not asked and (samples is None or not samples < parts <= job.num_tokens // max(samples, 1)):
         return mode
-    found = mixes(job)
-    if found is None:
+    mixing = mixes(job)
+    if mixing is None:
         return replace(mode, dim=1)
     if not asked:
         return mode  # samples stay cut, and some ranks have none
     raise LayoutError(
-        f"'{found.path or 'the model'}' is not known to treat each token alone, and '{SEQ}' cuts sequences",
-        given=f"{found.what} under {plan.layout}",
+        f"'{mixing.path or 'the model'}' is not known to treat each token alone, and '{SEQ}' cuts sequences",
+        given=f"{mixing.what} under {plan.layout}",
         allowed=f"{KNOWN}, and code made of these; the losses {' and '.join(k.__name__ for k in LOSSES)}",
         fix=f"leave out /{SEQ}, so that samples are cut",
     )
@@ -144,12 +144,12 @@ class TokensNote(OperatorNote):
         """Yields the all-gathers of other tokens' keys and values, and the reduce-scatters of their gradients."""
         elements = call.x_shape[0] * 2 * width(self.kv.kept(here.coord))
         learns = call.needs_gradient or any(maker in here.trained for maker in self.makers)
-        for each in self.gathers:
-            num_bytes = sum(here.shard.sizes(each.rows, each.axis)) * elements * call.element_bytes
-            size = here.plan.mesh[each.axis]
-            yield Traffic("all_gather", each.axis, num_bytes, size, call.num_forwards)
+        for move in self.gathers:
+            num_bytes = sum(here.shard.sizes(move.rows, move.axis)) * elements * call.element_bytes
+            size = here.plan.mesh[move.axis]
+            yield Traffic("all_gather", move.axis, num_bytes, size, call.num_forwards)
             if learns:
-                yield Traffic("reduce_scatter", each.axis, num_bytes, size)
+                yield Traffic("reduce_scatter", move.axis, num_bytes, size)
 
     def num_sent(self) -> float:
         """Returns the elements sent for keys and values."""
@@ -214,8 +214,8 @@ def mixes(job: Job) -> TokenMixing | None:
         return TokenMixing("(loss)", type(job.loss).__name__)
     try:
         result = _TokenFlow(job.model).visit("", job.model, None)
-    except _MixesError as found:
-        return TokenMixing(*found.args)
+    except _MixesError as error:
+        return TokenMixing(*error.args)
     return None if result.layout == "tokens" else TokenMixing("", "its output is not known to be one tensor of tokens")
 
 
@@ -266,19 +266,19 @@ class _TokenFlow:
         env: dict[fx.Node, _TokenValue] = {}
         inputs = iter(args) if args is not None else None
         for node in graph.nodes:
-            given = [env[arg] for arg in node.all_input_nodes]
+            values = [env[arg] for arg in node.all_input_nodes]
             if node.op == "placeholder":
                 env[node] = _INPUT if inputs is None else next(inputs, _TokenValue())
             elif node.op == "call_module":
                 child = f"{path}.{node.target}".lstrip(".")
                 if list(node.args) != list(node.all_input_nodes) or node.kwargs:
                     raise _MixesError(path, f"a call of '{child}' with other arguments than values in order")
-                env[node] = self.visit(child, module.get_submodule(str(node.target)), given)
+                env[node] = self.visit(child, module.get_submodule(str(node.target)), values)
             elif node.op == "output":
-                alone = len(given) == 1 and node.args[0] is node.all_input_nodes[0]
-                return given[0] if alone else _TokenValue()
+                alone = len(values) == 1 and node.args[0] is node.all_input_nodes[0]
+                return values[0] if alone else _TokenValue()
             else:
-                env[node] = self._function(path, node, given)
+                env[node] = self._function(path, node, values)
         raise AssertionError("a trace ends in its output")
 
     def _function(self, path: str, node: fx.Node, given: Sequence[_TokenValue]) -> _TokenValue:

@@ -57,10 +57,10 @@ def mark_fetched(tensor: Tensor) -> Tensor:
 
 def tag_all(shards: Sequence[HeldShard]) -> None:
     """Marks each parameter and buffer as the shard that it is, so that ``ShardsMode`` treats it as one."""
-    for each in shards:
-        tensor = dict.get(each.store, each.name)  # to read it as an attribute would unshard its group under ZeRO-3
+    for shard in shards:
+        tensor = dict.get(shard.store, shard.name)  # to read it as an attribute would unshard its group under ZeRO-3
         if tensor is not None:
-            tag(tensor, each.shard)
+            tag(tensor, shard.shard)
 
 
 @contextmanager
@@ -72,13 +72,13 @@ def run_on_shards(mode: ShardsMode, buffers: Sequence[HeldShard]) -> Iterator[No
 
     Traffic: for each such buffer, one all-gather for each dim that is cut otherwise than planned.
     """
-    before = [each.store.get(each.name) for each in buffers]
+    before = [buffer.store.get(buffer.name) for buffer in buffers]
     with mode:
         yield
-    for each, tensor in zip(buffers, before, strict=True):
-        now = each.store.get(each.name)
+    for buffer, tensor in zip(buffers, before, strict=True):
+        now = buffer.store.get(buffer.name)
         if now is not None and now is not tensor:
-            each.store[each.name] = mode.as_shard(now, each.shard)
+            buffer.store[buffer.name] = mode.as_shard(now, buffer.shard)
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class CheckpointedCode:
 
         In it other inputs are marked as the shards that ``inputs`` are, place by place from the end.
         """
-        shards = [tagged(each) if isinstance(each, Tensor) else None for each in inputs]
+        shards = [tagged(value) if isinstance(value, Tensor) else None for value in inputs]
         return partial(self._again, shards, tuple(self.fetched))
 
     @contextmanager
@@ -106,12 +106,12 @@ class CheckpointedCode:
         self, shards: Sequence[TensorShard | None], fetched: Sequence[tuple[HeldShard, Callable[[Tensor], Tensor]]],
         inputs: Sequence[Any],
     ) -> Iterator[None]:  # fmt: skip
-        for each, shard in zip(inputs[len(inputs) - len(shards) :], shards, strict=True):
+        for value, shard in zip(inputs[len(inputs) - len(shards) :], shards, strict=True):
             if shard is not None:
-                tag(each, shard)
+                tag(value, shard)
         mode = self.mode
         with (
-            self.around([(each, fetch) for each, fetch in fetched if not each.is_at_hand]),
+            self.around([(weight, fetch) for weight, fetch in fetched if not weight.is_at_hand]),
             run_on_shards(mode, self.buffers) if mode is not None and not mode.depth else nullcontext(),
         ):
             yield
@@ -119,18 +119,18 @@ class CheckpointedCode:
     @contextmanager
     def around(self, fetched: Sequence[tuple[HeldShard, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
         """Returns a context in which the weights are all-gathered."""
-        before = [(each, each.store[each.name]) for each, _ in fetched]
+        before = [(weight, weight.store[weight.name]) for weight, _ in fetched]
         self.fetched += fetched
         try:
-            for (each, tensor), (_, fetch) in zip(before, fetched, strict=True):
-                each.store[each.name] = whole = fetch(tensor)
+            for (weight, tensor), (_, fetch) in zip(before, fetched, strict=True):
+                weight.store[weight.name] = whole = fetch(tensor)
                 whole._is_param = True  # what torch and code take for a parameter
-                tag(whole, each.shard)
+                tag(whole, weight.shard)
             yield
         finally:
             del self.fetched[len(self.fetched) - len(fetched) :]
-            for each, tensor in before:
-                each.store[each.name] = tensor
+            for weight, tensor in before:
+                weight.store[weight.name] = tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,15 +170,15 @@ class ShardsFrame:
             assert first.fetch is not None, "it is stored in shards"
             fetched[name] = first.fetch(first.store[first.name])
             tag(fetched[name], first.shard)
-            before += [(each.store, each.name, dict.get(each.store, each.name)) for each in self.stored[name]]
-            for each in self.stored[name]:
-                dict.__setitem__(each.store, each.name, fetched[name])
+            before += [(shard.store, shard.name, dict.get(shard.store, shard.name)) for shard in self.stored[name]]
+            for shard in self.stored[name]:
+                dict.__setitem__(shard.store, shard.name, fetched[name])
         try:
             with nullcontext() if self.mode is None else run_on_shards(self.mode, self.buffers):
                 yield fetched
         finally:
-            for store, own, tensor in before:
-                dict.__setitem__(store, own, tensor)
+            for store, key, tensor in before:
+                dict.__setitem__(store, key, tensor)
 
     def give(self, output: Any) -> Any:
         """Returns the model's output as the loss takes it (:meth:`OutputShards.give`), with the traffic of that."""

@@ -182,9 +182,9 @@ class ShardsMode(TorchFunctionMode):
                 return shard.shape if dim is None else shard.shape[dim]
             memory = _OF_MEMORY.get(func)
             if memory is not None:
-                found = memory(args[0], shard)
+                answer = memory(args[0], shard)
                 dim = args[1] if len(args) > 1 else named.get("dim")
-                return found if dim is None else found[dim]
+                return answer if dim is None else answer[dim]
         if func in _OF_PARTS:
             if func is Tensor.register_hook:
                 _check_hook(args[1] if len(args) > 1 else named["hook"])
@@ -202,9 +202,9 @@ class ShardsMode(TorchFunctionMode):
         if func in RECURRENT:
             return recurrent_on_shards(self, func, args, named)
         if func in _OF_VOCABULARY:
-            found = _OF_VOCABULARY[func](self.axis, *args, **named)
-            if found is not None:
-                return found
+            output = _OF_VOCABULARY[func](self.axis, *args, **named)
+            if output is not None:
+                return output
         key, tensors = signature_of(func, args, named)
         try:
             planned = self._plans.get(key)

@@ -60,17 +60,17 @@ record cuts 0.21 more or above (the heads of every attention), or 0.19 and below
 
 def share_cut(plan: Plan) -> float:
     """Returns the share of a plan's parameter bytes that tensor parallelism shards, from 0 to 1; 0 on one rank."""
-    return next((each.share for each in _shares(plan)), 0.0)
+    return next((cut_share.share for cut_share in _shares(plan)), 0.0)
 
 
 def work_cut(plan: Plan) -> float:
     """Returns the share of the FLOPs of a plan's operators that tensor parallelism divides, from 0 to 1."""
-    return next((each.flops or 0.0 for each in _shares(plan)), 0.0)
+    return next((cut_share.flops or 0.0 for cut_share in _shares(plan)), 0.0)
 
 
 def _shares(plan: Plan) -> list[CutShare]:
     factor = str(plan.layout.factor("tp"))
-    return [each for each in shares(plan) if each.factor == factor]
+    return [cut_share for cut_share in shares(plan) if cut_share.factor == factor]
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def place_on_shards(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | No
         return None
     try:
         run = job.graph.run
-        functions = {name for each in job.graph.every_run for name in each.recording.functions}
+        functions = {name for recorded_run in job.graph.every_run for name in recorded_run.recording.functions}
         functions -= run.recording.functions.keys()  # of which nothing is known where samples are many
     except Exception:  # a forward of the user's model, without values: whatever it raises, the model is not recorded
         return None
@@ -152,8 +152,8 @@ def place_on_shards(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | No
         return None
     for path, module, name_here, whole in owners(job.model):
         if whole in shards or whole in stored:
-            held = list(plan.compute[whole].local_shape(dict.fromkeys(plan.mesh.axes, 0)))
-            why = f"{name_here} {list(plan.compute[whole].shape)}: {held} on the first rank"
+            local_shape = list(plan.compute[whole].local_shape(dict.fromkeys(plan.mesh.axes, 0)))
+            why = f"{name_here} {list(plan.compute[whole].shape)}: {local_shape} on the first rank"
             why += ", of which the outputs are all-gathered" if path in cuts.gathered else ""
             plan = plan.role(path, mode.name, "parts", why)
         elif path not in plan.roles:
@@ -173,13 +173,13 @@ def _may_read_by_values(model: nn.Module, recording: Recording) -> bool:
         return False
     later = recording.calls[min(recording.selecting.values()) :]
     used = recording.parameters_used
-    has_unread = any(name not in used and each.dim() > 1 for name, each in model.named_parameters())
+    has_unread = any(name not in used and parameter.dim() > 1 for name, parameter in model.named_parameters())
     return has_unread or any(use.kind == "parameter" for call in later for use in call.operands)
 
 
 def _cut_shards(plan: Plan, shards: Mapping[str, TensorShard], axis: str) -> tuple[Plan, dict[str, TensorShard]]:
     """Returns the plan with parameters and buffers cut over an axis, and the shards of those that were cut."""
-    found = {}
+    cut_shards = {}
     for name, shard in shards.items():
         (dim,) = (dim for dim, cut in enumerate(shard.cuts) if cut is not None)
         ranges = _ranges(shard.cuts[dim] or b"", plan.mesh[axis])
@@ -189,11 +189,11 @@ def _cut_shards(plan: Plan, shards: Mapping[str, TensorShard], axis: str) -> tup
             plan = plan.cut_buffer(name, shard.shape[0], axis, ranges)
         else:
             continue  # it is sliced where it is used
-        found[name] = shard
+        cut_shards[name] = shard
         path = name.rpartition(".")[0]
         if path in plan.statistics and path not in plan.activations:  # its statistics are those of this rank's channels
             plan = plan.cut_activation(path, ActivationCut(axis, 1, shard.shape[0], ranges))
-    return plan, found
+    return plan, cut_shards
 
 
 def _ranges(cut: bytes, size: int) -> Ranges:
@@ -211,8 +211,8 @@ def runs_held(cut: bytes, rank: int) -> tuple[tuple[int, int], ...]:
     numbered = enumerate(held(cut, rank))
     return tuple(
         (run[0], run[-1] + 1)
-        for _, each in groupby(numbered, key=lambda pair: pair[1] - pair[0])
-        for run in [[index for _, index in each]]
+        for _, pairs in groupby(numbered, key=lambda pair: pair[1] - pair[0])
+        for run in [[index for _, index in pairs]]
     )
 
 
@@ -235,21 +235,21 @@ def _store_shards(
     """Returns the plan with weights, except ``apart``, sharded over the axes that cut samples in their longest dim."""
     names = tuple(axis.name for axis in mode.row_axes)
     count = prod(axis.size for axis in mode.row_axes)
-    found = {}
+    stored = {}
     for name, layout in plan.compute.items() if count > 1 else ():
         taken = [dim for dim, cut in enumerate(shards[name].cuts) if cut is not None] if name in shards else []
         free = [dim for dim, size in enumerate(layout.shape) if dim not in taken and size >= count]
         if len(layout.shape) < 2 or not free or name in cuts.held or name in apart:
             continue  # every rank holds a copy, and the gradient is summed
-        dim = max(free, key=lambda each: layout.shape[each])
+        dim = max(free, key=lambda number: layout.shape[number])
         pieces, sizes = [(0, layout.shape[dim])], []
         for axis in mode.row_axes:
             cuts_of = ((start, pairwise(balanced(stop - start, axis.size))) for start, stop in pieces)
-            split = [[(start + a, start + b) for a, b in each] for start, each in cuts_of]
-            ranges = tuple(tuple(each[index] for each in split) for index in range(axis.size))
+            split = [[(start + a, start + b) for a, b in bounds] for start, bounds in cuts_of]
+            ranges = tuple(tuple(parts[index] for parts in split) for index in range(axis.size))
             plan = plan.cut(name, axis.name, dim, ranges)
-            sizes.append(tuple(tuple(b - a for a, b in each) for each in split))
-            pieces = [piece for each in split for piece in each]
+            sizes.append(tuple(tuple(b - a for a, b in parts) for parts in split))
+            pieces = [piece for parts in split for piece in parts]
         readers = cuts.readers.get(name, set()) | own[name]
-        found[name] = StoredShards(dim, names, tuple(sizes), bool(readers - own[name]), tuple(sorted(readers)))
-    return plan, found
+        stored[name] = StoredShards(dim, names, tuple(sizes), bool(readers - own[name]), tuple(sorted(readers)))
+    return plan, stored

@@ -33,14 +33,14 @@ def traffic_on_shards(plan: Plan, batch: StepCalls, coord: Coord, note: ShardsNo
 
     Those of a microbatch are counted in a rehearsal on meta tensors; under a pipeline ``batch.sent`` has the counts.
     """
-    found: list[Traffic] = []
+    collectives: list[Traffic] = []
     # ranks that hold as much and gather as much from each of the others send the same
     held = tuple(layout.local_shape(coord) for layout in (*plan.compute.values(), *plan.buffers.values()))
     place = tuple(coord[name] for name in note.rows[:-1])
     for number, alike in batch.kinds().items():
         if plan.schedule is not None:
             sent = _of_stage(plan, batch.sent[number], coord)
-            found += [
+            collectives += [
                 _traffic_of(call, plan, times * alike) for call, times in sent.items() if call.source == mode.name
             ]
             continue
@@ -48,10 +48,12 @@ def traffic_on_shards(plan: Plan, batch: StepCalls, coord: Coord, note: ShardsNo
         key = place, held, tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
         if key not in note.rehearsed:
             note.rehearsed[key] = _rehearsed(plan, note, coord, inputs)
-        found += [_traffic_of(call, plan, times * alike) for call, times in note.rehearsed[key].items()]
-    found += [each for axis in mode.axes for each in sync_traffic(plan, coord, axis.name)]
-    found += [each for axis in mode.row_axes for each in statistics_traffic(plan, batch, coord, axis.name)]
-    return tuple(found)
+        collectives += [_traffic_of(call, plan, times * alike) for call, times in note.rehearsed[key].items()]
+    collectives += [collective for axis in mode.axes for collective in sync_traffic(plan, coord, axis.name)]
+    collectives += [
+        collective for axis in mode.row_axes for collective in statistics_traffic(plan, batch, coord, axis.name)
+    ]
+    return tuple(collectives)
 
 
 def _traffic_of(call: Record, plan: Plan, times: int) -> Traffic:

@@ -176,24 +176,24 @@ class TensorParallel:
         run = record_of_own_code(job)
         if run is None:
             return {}
-        calls, found = run.recording.calls, dict[str, str]()
+        calls, reasons = run.recording.calls, dict[str, str]()
         for module, first in run.recording.selecting.items() if mode.row_axes else ():
             later = {call.module for call in calls[first:]} - {module}
-            found |= dict.fromkeys(
+            reasons |= dict.fromkeys(
                 sorted(path for path in later if is_inside(path, module)), "activations decide whether it is called"
             )
         by_sample = {name.rpartition(".")[0] for name in run.parameters_by_sample} if mode.row_axes else set()
-        found |= dict.fromkeys(sorted(by_sample), "it is called for one sample after another")
+        reasons |= dict.fromkeys(sorted(by_sample), "it is called for one sample after another")
         read = read_by_others(job.model, run.recording)
-        found |= {path: READ_BY_OTHERS for path, _, _, name in owners(job.model) if path and name in read}
+        reasons |= {path: READ_BY_OTHERS for path, _, _, name in owners(job.model) if path and name in read}
         used, called = run.recording.parameters_used, {call.module for call in calls}
         hidden = {call.module for call in calls if call.is_hidden}
         for path, _, _, name in owners(job.model):
             if path and path in hidden:
-                found[path] = "it is called inside a transform or saved-tensor hooks"
+                reasons[path] = "it is called inside a transform or saved-tensor hooks"
             elif path and path in called and name not in used:
-                found[path] = "it is called with other tensors in place of its parameters"
-        return found
+                reasons[path] = "it is called with other tensors in place of its parameters"
+        return reasons
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> AppliedStrategy:
         """Replaces the forwards of this rank's modules and loss with tensor-parallel ones.
@@ -241,5 +241,5 @@ def _gathered(model: nn.Module, plan: Plan) -> set[str]:
     note = plan.notes.get("")
     if isinstance(note, ShardsNote):
         return {*note.stored}
-    fetched = ((path, own) for path, each in notes_of(plan) for own, axes in each.fetched() if axes)
-    return {own_names(model, path)[own] for path, own in fetched}
+    fetched = ((path, name) for path, layer_note in notes_of(plan) for name, axes in layer_note.fetched() if axes)
+    return {own_names(model, path)[name] for path, name in fetched}

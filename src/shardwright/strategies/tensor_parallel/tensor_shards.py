@@ -45,16 +45,16 @@ def letters_of(dim: Dim, cut: bytes, letters: DimLetters) -> dict[int, bytes]:
 
 
 def _letters_of_parts(dim: Concat, cut: bytes, letters: DimLetters) -> dict[int, bytes]:
-    found: dict[int, bytes] = {}
+    by_letter: dict[int, bytes] = {}
     at = 0
     for part in dim.parts:
         size = letters.size(part)
         piece, at = cut[at : at + size], at + size
         if piece.count(ALL) < size:
             for letter, labels in letters_of(part, piece, letters).items():
-                if found.setdefault(letter, labels) != labels:
+                if by_letter.setdefault(letter, labels) != labels:
                     raise LetterCutError
-    return found
+    return by_letter
 
 
 def cut_of(dim: Dim, labels: Mapping[int, bytes], letters: DimLetters) -> bytes | None:

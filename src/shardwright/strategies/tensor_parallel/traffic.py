@@ -24,18 +24,20 @@ INDEX_BYTES = 8
 
 def traffic(plan: Plan, batch: StepCalls, coord: Coord, mode: Mode) -> tuple[Traffic, ...]:
     """Returns the collectives of one step on the rank at ``coord``: each microbatch's, then those of gradient sync."""
-    found: list[Traffic] = []
+    collectives: list[Traffic] = []
     trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}
     weights = {use.module: use.parameter for use in plan.uses if use.parameter.endswith("weight")}
     for number, times in batch.kinds().items():
         here = RankTraffic(plan, batch.shards[number], coord, mode, trained, weights)
         for path, note in notes_of(plan):
             for call in batch.module_calls[number].get(note.called_as(path), ()):
-                found += (each._replace(layer=path) for each in repeated(note.traffic(here, path, call), times))
-    found += [each for axis in mode.axes for each in sync_traffic(plan, coord, axis.name)]
+                collectives += (
+                    collective._replace(layer=path) for collective in repeated(note.traffic(here, path, call), times)
+                )
+    collectives += [collective for axis in mode.axes for collective in sync_traffic(plan, coord, axis.name)]
     rows_cut = [axis.name for axis in mode.axes if axis.stream == "T"]
-    found += [each for axis in rows_cut for each in statistics_traffic(plan, batch, coord, axis)]
-    return tuple(each for each in found if each.num_ranks > 1 and each.num_bytes)
+    collectives += [collective for axis in rows_cut for collective in statistics_traffic(plan, batch, coord, axis)]
+    return tuple(collective for collective in collectives if collective.num_ranks > 1 and collective.num_bytes)
 
 
 @dataclass
@@ -72,9 +74,9 @@ class RankTraffic:
 
         On a rank without samples a tensor that has rows is none of samples, such as one of positions.
         """
-        given = prod(shape[:-1])
-        if given and self.mode.dim == 0 and not self.num_held(()):
-            return given
+        num_before = prod(shape[:-1])
+        if num_before and self.mode.dim == 0 and not self.num_held(()):
+            return num_before
         return int(self.num_held(rows) * self.rows_each(shape))
 
     def input_traffic(
@@ -87,36 +89,36 @@ class RankTraffic:
         """
         of_each = self.rows_each(call.x_shape)
         shape = (self.num_rows(rows, call.x_shape), width(x.held(self.coord)))
-        for each in moves:
-            if each.kind == "rows":
-                shape = (int(sum(self.shard.sizes(each.rows, each.axis)) * of_each), shape[1])
-            elif each.kind == "features":
-                shape = (shape[0], sum(each.feature_sizes(self.coord)))
-            num_bytes, size = prod(shape) * call.element_bytes, self.plan.mesh[each.axis]
-            if each.kind != "whole":
-                yield Traffic("all_gather", each.axis, num_bytes, size, call.num_forwards + again)
+        for move in moves:
+            if move.kind == "rows":
+                shape = (int(sum(self.shard.sizes(move.rows, move.axis)) * of_each), shape[1])
+            elif move.kind == "features":
+                shape = (shape[0], sum(move.feature_sizes(self.coord)))
+            num_bytes, size = prod(shape) * call.element_bytes, self.plan.mesh[move.axis]
+            if move.kind != "whole":
+                yield Traffic("all_gather", move.axis, num_bytes, size, call.num_forwards + again)
             if call.needs_gradient:
-                kind = "all_reduce" if each.kind == "whole" else "reduce_scatter"
-                yield Traffic(kind, each.axis, num_bytes, size)
+                kind = "all_reduce" if move.kind == "whole" else "reduce_scatter"
+                yield Traffic(kind, move.axis, num_bytes, size)
 
     def output_traffic(
         self, moves: Sequence[AxisMove], shape: tuple[int, int], call: ModuleCall, learns: bool
     ) -> Iterator[Traffic]:
         """Yields the reduce-scatters or all-reduces of an output, and the all-gathers of its gradient."""
         of_each = self.rows_each(call.y_shape)
-        for each in moves:
-            num_bytes, size = prod(shape) * call.element_bytes, self.plan.mesh[each.axis]
-            if each.kind == "whole":
-                yield Traffic("all_reduce", each.axis, num_bytes, size, call.num_forwards)
+        for move in moves:
+            num_bytes, size = prod(shape) * call.element_bytes, self.plan.mesh[move.axis]
+            if move.kind == "whole":
+                yield Traffic("all_reduce", move.axis, num_bytes, size, call.num_forwards)
                 continue
-            yield Traffic("reduce_scatter", each.axis, num_bytes, size, call.num_forwards)
+            yield Traffic("reduce_scatter", move.axis, num_bytes, size, call.num_forwards)
             if learns:
-                yield Traffic("all_gather", each.axis, num_bytes, size)
-            index = self.coord[each.axis]
-            if each.kind == "rows":
-                shape = (int(self.shard.sizes(each.rows, each.axis)[index] * of_each), shape[1])
+                yield Traffic("all_gather", move.axis, num_bytes, size)
+            index = self.coord[move.axis]
+            if move.kind == "rows":
+                shape = (int(self.shard.sizes(move.rows, move.axis)[index] * of_each), shape[1])
             else:
-                shape = (shape[0], each.feature_sizes(self.coord)[index])
+                shape = (shape[0], move.feature_sizes(self.coord)[index])
 
     def weight_traffic(self, name: str, axes: Sequence[str], times: int) -> Iterator[Traffic]:
         """Yields the all-gathers of a weight, and the reduce-scatters of its gradient."""

@@ -24,11 +24,11 @@ def traffic_cuts(plan: Plan) -> TrafficCuts:
     features: dict[FeatureParts, None] = {}
     rows: dict[RowMoves, None] = {}
     for note in plan.notes.values():
-        for each in _shards_of(note, plan) if isinstance(note, ShardsNote) else _inside(note):
-            if isinstance(each, FeatureParts):
-                features[each] = None
+        for cut in _shards_of(note, plan) if isinstance(note, ShardsNote) else _inside(note):
+            if isinstance(cut, FeatureParts):
+                features[cut] = None
             else:
-                rows[each] = None
+                rows[cut] = None
     return TrafficCuts(tuple(features), tuple(rows))
 
 
@@ -42,8 +42,8 @@ def _inside(value: Any) -> Iterator[FeatureParts | RowMoves]:
         if _is_moves(value):
             yield value
             return
-        for each in value:
-            yield from _inside(each)
+        for child in value:
+            yield from _inside(child)
     elif is_dataclass(value):
         for field in fields(value):
             yield from _inside(getattr(value, field.name))

@@ -41,7 +41,7 @@ def cross_entropy_on_shards(
     if cut is None or not whole or tagged(target) is not None or target.is_floating_point():
         return None
     assert shard is not None
-    if sum(each is not None for each in shard.cuts) > 1 or not is_in_blocks(cut, axis.size):
+    if sum(dim_cut is not None for dim_cut in shard.cuts) > 1 or not is_in_blocks(cut, axis.size):
         return None
     narrow = input.dtype in (torch.float16, torch.bfloat16)
     logits_v = (input.float() if narrow else input).movedim(dim, -1)

@@ -43,7 +43,7 @@ def flat_groups(plan: Plan, *, frozen: bool, at: Coord | None = None) -> tuple[F
     With ``frozen`` (stage 3) frozen parameters are sharded too, in flat parameters of their own. With ``at`` only the
     groups on the pipeline stages at that coordinate are returned.
     """
-    found: dict[tuple[object, ...], list[str]] = {}
+    names_by_key: dict[tuple[object, ...], list[str]] = {}
     for group in plan.param_groups:
         for name in group.parameters:
             layout, trained = plan.compute[name], name not in plan.frozen
@@ -53,17 +53,17 @@ def flat_groups(plan: Plan, *, frozen: bool, at: Coord | None = None) -> tuple[F
                 held = layout.held_along("pp") or range(plan.mesh["pp"])
                 stages = tuple(stage for stage in held if layout.pieces({"pp": stage}))
                 sums, dtypes = partial_axes(plan, name), (plan.compute_dtypes[name], plan.stored_dtypes[name])
-                found.setdefault((group.name, trained, layout.axes, stages, sums, dtypes), []).append(name)
-    return tuple(FlatGroup(str(key[0]), tuple(names), bool(key[1])) for key, names in found.items())
+                names_by_key.setdefault((group.name, trained, layout.axes, stages, sums, dtypes), []).append(name)
+    return tuple(FlatGroup(str(key[0]), tuple(names), bool(key[1])) for key, names in names_by_key.items())
 
 
 def chunks_using(plan: Plan, param_group: str, coord: Coord) -> tuple[int, ...]:
     """Returns the pipeline chunks at ``coord`` that use a param group; (0,), the whole model, without a pipeline."""
     if plan.stages is None or plan.schedule is None:
         return (0,)
-    names = {name for each in plan.param_groups if each.name == param_group for name in each.parameters}
-    mine = plan.schedule.chunks_of(coord["pp"])
-    return tuple(chunk for chunk in mine if names.intersection(plan.stages.chunked.weights_of(chunk)))
+    names = {name for group in plan.param_groups if group.name == param_group for name in group.parameters}
+    chunks = plan.schedule.chunks_of(coord["pp"])
+    return tuple(chunk for chunk in chunks if names.intersection(plan.stages.chunked.weights_of(chunk)))
 
 
 def shard_state(

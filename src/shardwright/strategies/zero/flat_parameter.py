@@ -126,15 +126,15 @@ class FlatParameter:
         for name, (start, stop) in () if self.shard.is_meta else self.ranges.items():
             parameter = self.sharded_parameters[name]
             if start < stop and parameter.data_ptr() != first + start * width:
-                own, given = self.shard[start:stop], parameter.detach()
-                if own.shape != given.shape or own.dtype != given.dtype:
+                shard, values = self.shard[start:stop], parameter.detach()
+                if shard.shape != values.shape or shard.dtype != values.dtype:
                     raise PlanError(
                         f"another kind of tensor was assigned to .data of run.parameters['{name}']",
-                        given=f"{given.dtype} of shape {list(given.shape)}",
-                        allowed=f"{own.dtype} of shape {list(own.shape)}, this rank's shard",
+                        given=f"{values.dtype} of shape {list(values.shape)}",
+                        allowed=f"{shard.dtype} of shape {list(shard.shape)}, this rank's shard",
                         fix="write into it in place: parameter.data.copy_(values)",
                     )
-                parameter.data = own.copy_(given)
+                parameter.data = shard.copy_(values)
 
     def unshard(self) -> None:
         """Starts the all-gather of the shards; :meth:`wait_for_unshard` makes its result the parameters' values.
@@ -166,11 +166,11 @@ class FlatParameter:
 
     def mark_read(self, parameter: nn.Parameter) -> bool:
         """Gives a parameter that is read between steps the class :class:`GatheredParameter`; tells whether it did."""
-        for (name, each), kind in zip(self.parameters.items(), self._kinds, strict=True):
-            if each is parameter and type(each) is kind:
-                each.__class__ = GatheredParameter
-                own = self.sharded_parameters[name]
-                vars(each).update(path=name, shard=own, keeps_writes=self._shard_in_buffer)
+        for (name, candidate), kind in zip(self.parameters.items(), self._kinds, strict=True):
+            if candidate is parameter and type(candidate) is kind:
+                candidate.__class__ = GatheredParameter
+                shard = self.sharded_parameters[name]
+                vars(candidate).update(path=name, shard=shard, keeps_writes=self._shard_in_buffer)
                 return True
         return False
 
@@ -269,7 +269,7 @@ class FlatParameter:
 
     def summing(self) -> Iterator[Tensor]:
         """Yields the tensors that sum gradients until these are published (set as ``.grad``)."""
-        return (each for each in (self.shard_gradient, self._sums) if each is not None)
+        return (tensor for tensor in (self.shard_gradient, self._sums) if tensor is not None)
 
     def discard_gradients(self) -> None:
         """Drops all gradients of the parameters and of the shard that are not published (set as ``.grad``) yet.

@@ -94,14 +94,14 @@ class OffloadedState:
 
         Raises: PlanError, on every rank: there is no space on disk for the state.
         """
-        wanted: dict[_StateKey, None] = {}  # a set that keeps its order: space is allocated in the same way every time
+        keys: dict[_StateKey, None] = {}  # a set that keeps its order: space is allocated in the same way every time
         for group in optimizer.param_groups:
-            kept: dict[torch.dtype, list[tuple[str, torch.dtype]]] = {}
+            by_dtype: dict[torch.dtype, list[tuple[str, torch.dtype]]] = {}
             for flat, dtype in ((self._flat_of[p][0], p.dtype) for p in group["params"] if p in self._flat_of):
-                if dtype not in kept:
-                    kept[dtype] = _state_of(make, group, dtype)
-                wanted |= {(flat, *each): None for each in kept[dtype]}
-        new = [key for key in wanted if key not in self._states]
+                if dtype not in by_dtype:
+                    by_dtype[dtype] = _state_of(make, group, dtype)
+                keys |= {(flat, *state): None for state in by_dtype[dtype]}
+        new = [key for key in keys if key not in self._states]
         self.storage.reserve(flat.shard.numel() * dtype.itemsize for flat, _, dtype in new)
         self._states |= {key: self.storage.empty(key[0].shard.numel(), key[2]) for key in new}
         self._move_state(optimizer, self._group_of)  # some, such as Adagrad, allocate state in __init__

@@ -130,12 +130,12 @@ class _FlatView(NamedTuple):
         buffer = self.flat.unsharded
         assert buffer is not None, "unsharded before"
         if self.dtype is buffer.dtype:
-            found = buffer.as_strided(self.size, self.stride, self.offset)
+            view = buffer.as_strided(self.size, self.stride, self.offset)
         else:
-            found = torch.empty(0, dtype=self.dtype, device=buffer.device)
-            found.set_(buffer.untyped_storage(), self.offset, self.size, self.stride)
-        found = found.conj() if self.is_conj else found
-        return torch._neg_view(found) if self.is_neg else found
+            view = torch.empty(0, dtype=self.dtype, device=buffer.device)
+            view.set_(buffer.untyped_storage(), self.offset, self.size, self.stride)
+        view = view.conj() if self.is_conj else view
+        return torch._neg_view(view) if self.is_neg else view
 
 
 @dataclass(eq=False)
@@ -284,8 +284,8 @@ class Prefetcher:
         upcoming = self._expected[self._position : self._position + self.num_prefetch]
         self._reshard_all_but((group, *upcoming))  # first, so that the peak is not one group higher
         self._wait_for_unshard(group)
-        for each in upcoming:
-            self._unshard(each)
+        for next_group in upcoming:
+            self._unshard(next_group)
         self._check_limit()
 
     def _unshard_until(self, end: int) -> None:

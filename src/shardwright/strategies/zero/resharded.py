@@ -78,10 +78,10 @@ class ShardedParameter(nn.Parameter):
         if drops and isinstance(args[0].shard, Tensor):
             args[0].shard.grad = None
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-            if func == GRAD and found is None and getattr(args[0].shard, "grad", None) is not None:
+            result = func(*args, **(kwargs or {}))
+            if func == GRAD and result is None and getattr(args[0].shard, "grad", None) is not None:
                 _refuse(func, args)
-        return found
+        return result
 
 
 class GatheredParameter(ProxyParameter):
@@ -108,15 +108,15 @@ class GatheredParameter(ProxyParameter):
         if own is not None and func in (SET_GRAD, DROP_GRAD) and isinstance(own.shard, Tensor):
             own.shard.grad = None
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-            if own is not None and func == GRAD and found is None and getattr(own.shard, "grad", None) is not None:
+            result = func(*args, **(kwargs or {}))
+            if own is not None and func == GRAD and result is None and getattr(own.shard, "grad", None) is not None:
                 _refuse(func, args)
             if own is not None and func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
-                found = found.as_subclass(GatheredParameter)  # nn.Parameter(p) wants the class of what it is given
-                vars(found).update(vars(own))
+                result = result.as_subclass(GatheredParameter)  # nn.Parameter(p) wants the class of what it is given
+                vars(result).update(vars(own))
             if own is not None and func == DATA and not own.keeps_writes:
-                return ReadOnlyData.of(found, partial(_lost_data, own.path))
-            return found
+                return ReadOnlyData.of(result, partial(_lost_data, own.path))
+            return result
 
 
 _FIELDS: Mapping[str, Any] = {name: getattr(Tensor, name) for name in ("grad", *_PROPERTIES) if hasattr(Tensor, name)}
@@ -131,9 +131,9 @@ _ALLOWED: frozenset[Any] = frozenset(
 def _refuse(func: Callable[..., Any], args: Sequence[Any]) -> None:
     """Raises ShardError for a call with a resharded parameter."""
     name = getattr(getattr(func, "__self__", None), "__name__", None) or getattr(func, "__name__", str(func))
-    among = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else [arg])]
+    leaves = [leaf for arg in args for leaf in (arg if isinstance(arg, list | tuple) else [arg])]
     kinds = ShardedParameter | GatheredParameter
-    path = next((each.path for each in among if isinstance(each, kinds)), "a parameter")
+    path = next((leaf.path for leaf in leaves if isinstance(leaf, kinds)), "a parameter")
     if func in (GRAD, SET_GRAD):  # a new object each time
         fix = f"write run.parameters['{path}'].grad; to clip, write run.clip_grad_norm_(max_norm)"
     else:

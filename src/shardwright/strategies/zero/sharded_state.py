@@ -70,8 +70,8 @@ class _UnshardingParameters(dict[str, Any]):
                 self.read[-1].add(group)
                 group.num_readers += 1
             if not self.read and not self.prefetcher.in_action:
-                found = super().__getitem__(name)
-                self.prefetcher.marked += [flat for flat in group.flats if flat.mark_read(found)]
+                parameter = super().__getitem__(name)
+                self.prefetcher.marked += [flat for flat in group.flats if flat.mark_read(parameter)]
         return super().__getitem__(name)
 
     def items(self) -> Any:
@@ -138,7 +138,7 @@ class FSDPState:
         }
         self.prefetcher = Prefetcher(tuple(self.groups.values()), num_prefetch, self.reshard_after_use, groups_of)
         # Backwards run through a group's chunks from the last to the first, which completes its gradients.
-        self._completed_in = {name: min(chunks[name]) for name, each in reversed(self.trained.items()) if each}
+        self._completed_in = {name: min(chunks[name]) for name, members in reversed(self.trained.items()) if members}
         self._world, self._groups = world, plan.mesh.groups(axis.name)
         self._last_forward = Action("F", self.num_microbatches - 1) if plan.schedule is None else None
         self._comparisons: list[PendingDifference] = []  # under way
@@ -172,7 +172,7 @@ class FSDPState:
             offload=self.offloaded,
             summed=self._published.__contains__,
             kept=lambda: (flat.unsharded for flat in flats if flat.unsharded is not None),
-            summing=lambda: (each for flat in flats for each in flat.summing()),
+            summing=lambda: (tensor for flat in flats for tensor in flat.summing()),
             saving=(self.prefetcher.pack, self.prefetcher.unpack) if self.reshard_after_use else None,
         )
 
@@ -231,8 +231,8 @@ class FSDPState:
     def _finish_comparisons(self) -> None:
         """Waits for the running comparisons; raises PlanError on every rank if two ranks differ."""
         comparisons, self._comparisons = self._comparisons, []
-        if comparisons and bool(torch.stack([each.differs() for each in comparisons]).any()):
-            raise _different_orders(next(each for each in comparisons if each.differs()).find())
+        if comparisons and bool(torch.stack([comparison.differs() for comparison in comparisons]).any()):
+            raise _different_orders(next(comparison for comparison in comparisons if comparison.differs()).find())
 
     # ---- between steps
 
@@ -382,10 +382,10 @@ def _sharded_groups(model: nn.Module, plan: Plan, flats: _Flats) -> Mapping[str,
     users: dict[str, set[str]] = {}
     for path, _, _, name in owners(model):
         users.setdefault(name, set()).add(path)
-    groups = {name: ShardedGroup(name, tuple(each)) for name, each in flats.items()}
-    held = {group.name for group in plan.param_groups if group.is_held}
+    groups = {name: ShardedGroup(name, tuple(members)) for name, members in flats.items()}
+    held_names = {group.name for group in plan.param_groups if group.is_held}
     for group in groups.values():
-        if group.name in held or any(len(users[name]) > 1 for flat in group.flats for name in flat.parameters):
+        if group.name in held_names or any(len(users[name]) > 1 for flat in group.flats for name in flat.parameters):
             group.hold = UnshardHold.EVERY_ACTION
     return groups
 

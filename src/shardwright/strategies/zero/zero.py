@@ -133,7 +133,7 @@ class Zero:
         The all-reduces by which ranks compare their calls in stage 3 are not among them.
         """
         stage, size, num_microbatches = _stage(plan), plan.mesh["dp"], plan.layout.num_microbatches
-        found, times = [], {each.name: each.num_gathers for each in plan.param_groups}
+        collectives, times = [], {param_group.name: param_group.num_gathers for param_group in plan.param_groups}
         for group in _groups(plan, stage, coord):
             first, num_elements = group.parameters[0], group.num_elements(plan, coord)
             if not num_elements or size == 1:
@@ -141,13 +141,13 @@ class Zero:
             chunks = chunks_using(plan, group.param_group, coord)
             gathers = 2 * num_microbatches * times[group.param_group] * len(chunks) if stage == 3 else 1
             num_bytes = num_elements * plan.compute_dtypes[first].itemsize
-            found.append(Traffic("all_gather", "dp", num_bytes, size, gathers, group.param_group))
+            collectives.append(Traffic("all_gather", "dp", num_bytes, size, gathers, group.param_group))
             if group.trained:
                 wide = plan.stored_dtypes if first in plan.fp32_sums else plan.compute_dtypes
                 sums = 1 if stage == 1 else num_microbatches
                 num_bytes = num_elements * wide[first].itemsize
-                found.append(Traffic("reduce_scatter", "dp", num_bytes, size, sums, group.param_group))
-        return tuple(found)
+                collectives.append(Traffic("reduce_scatter", "dp", num_bytes, size, sums, group.param_group))
+        return tuple(collectives)
 
     def traffic_cuts(self, plan: Plan) -> TrafficCuts:
         """Returns no cuts: messages have the sizes of unsharded parameters, in the plan, and equal along the axis."""
@@ -174,7 +174,7 @@ def _groups_as_used(job: Job, plan: Plan) -> tuple[ParamGroup, ...]:
     if isinstance(plan.stages, EventStages):
         chunked = plan.stages.chunked
         forwards += [[("use", name) for name in chunked.weights_by_event(n)] for n in range(chunked.num_chunks)]
-    sizes = {name: prod(each.shape) * plan.compute_dtypes[name].itemsize for name, each in plan.compute.items()}
+    sizes = {name: prod(layout.shape) * plan.compute_dtypes[name].itemsize for name, layout in plan.compute.items()}
     users = Counter(name for _, _, _, name in owners(job.model))
     shared = [name for name, number in users.items() if number > 1 and plan.stages is None]
     # a chunk may have one of several uses: what is held is gathered once in each chunk
@@ -183,16 +183,16 @@ def _groups_as_used(job: Job, plan: Plan) -> tuple[ParamGroup, ...]:
 
 def _stage(plan: Plan) -> int:
     factor = plan.layout.chosen("dp")
-    given = [option for option in factor.options if option.name in STAGES]
-    if len(given) != 1 or given[0].value is not None:
-        name = given[-1].name if given else "zero1"
+    stages = [option for option in factor.options if option.name in STAGES]
+    if len(stages) != 1 or stages[0].value is not None:
+        name = stages[-1].name if stages else "zero1"
         raise LayoutError(
             "ZeRO has one stage",
             given=str(factor),
             allowed="one of zero1, zero2, zero3, without a value",
             fix=f"write dp{'x'.join(map(str, factor.sizes))}/{name}",
         )
-    return STAGES[given[0].name]
+    return STAGES[stages[0].name]
 
 
 def _num_prefetch(plan: Plan) -> int:

@@ -73,13 +73,13 @@ def _cuts(
 
     Raises LayoutError for a number of chunks that does not fit the stages or comes twice.
     """
-    given = [times] if isinstance(times, ChunkTimes) else list(times)
-    cuts = {of_cut.num_chunks: of_cut for of_cut in given}
+    all_times = [times] if isinstance(times, ChunkTimes) else list(times)
+    cuts = {of_cut.num_chunks: of_cut for of_cut in all_times}
     allowed = [num_stages * per_stage for per_stage in range(1, max_chunks_per_stage + 1)]
-    if not given or len(cuts) < len(given) or not set(cuts) <= set(allowed):
+    if not all_times or len(cuts) < len(all_times) or not set(cuts) <= set(allowed):
         raise LayoutError(
             f"these times are not for chunks on {num_stages} stages",
-            given="times for " + (", ".join(str(t.num_chunks) for t in given) or "nothing") + " chunks",
+            given="times for " + (", ".join(str(t.num_chunks) for t in all_times) or "nothing") + " chunks",
             allowed="each at most once: " + (", ".join(map(str, allowed)) or "none"),
             fix="time the model cut into as many chunks, or raise max_chunks_per_stage",
         )
@@ -96,8 +96,8 @@ def _bytes(
     if memory is None and limit_bytes is None:
         microbatch_bytes = math.lcm(*cuts)
         return {num_chunks: ChunkMemory.equal(num_chunks, microbatch_bytes // num_chunks) for num_chunks in cuts}
-    given = [] if memory is None else [memory] if isinstance(memory, ChunkMemory) else list(memory)
-    bytes_of = {of_cut.num_chunks: of_cut for of_cut in given}
+    memories = [] if memory is None else [memory] if isinstance(memory, ChunkMemory) else list(memory)
+    bytes_of = {of_cut.num_chunks: of_cut for of_cut in memories}
     if not set(cuts) <= set(bytes_of):
         raise LayoutError(
             "a memory limit needs the bytes of every chunk",
@@ -132,22 +132,22 @@ def _preferences(
     full = per_stage * num_stages
     if per_stage == 1:  # the limits of ZB-H2 and 1F1B come first
         placements = [round_robin(num_stages, 1)]
-        held = [[2 * n - 1 for n in after], [*after], [n + 1 for n in after], [2 * n for n in after]]
+        limits = [[2 * n - 1 for n in after], [*after], [n + 1 for n in after], [2 * n for n in after]]
         equal = [most, full, 2 * full - 1]
     else:
         placements = [v_shape(num_stages)] if per_stage == 2 else []
         placements.append(round_robin(num_stages, per_stage))
-        held = [[2 * (n - 1) + full - num_stages + 1 for n in after]]  # interleaved 1F1B
+        limits = [[2 * (n - 1) + full - num_stages + 1 for n in after]]  # interleaved 1F1B
         equal = [full, full + 1, most, full + num_stages, full // 2 + 2, 2 * full - 1]
-    held += [[count] * num_stages for count in equal]
+    limits += [[count] * num_stages for count in equal]
     seen = set()
     for forward_first, deep_first in product((False, True), (True, False)[:per_stage]):
-        for patient, counts, stage_of in product((False, True), held, placements):
+        for patient, counts, stage_of in product((False, True), limits, placements):
             most_held = tuple(min(max(n, per_stage), most) for n in counts)
-            found = stage_of, SchedulingRules(most_held, forward_first, deep_first, patient)
-            if found not in seen:
-                seen.add(found)
-                yield found
+            candidate = stage_of, SchedulingRules(most_held, forward_first, deep_first, patient)
+            if candidate not in seen:
+                seen.add(candidate)
+                yield candidate
 
 
 def _makespan_and_peak(schedule: Schedule, times: ChunkTimes, memory: ChunkMemory) -> tuple[float, int]:

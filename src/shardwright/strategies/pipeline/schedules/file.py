@@ -136,9 +136,9 @@ def _action(cell: str, position: _CellPosition) -> Action:
 
 def _count(what: Literal["chunk", "microbatch"], path: Path, cells: list[_Cell]) -> int:
     """Returns the number of chunks or microbatches. Raises LayoutError if one is missing."""
-    found = {getattr(cell.action, what) for cell in cells}
-    missing = next(number for number in range(len(found) + 1) if number not in found)
-    if missing != len(found):
+    numbers = {getattr(cell.action, what) for cell in cells}
+    missing = next(number for number in range(len(numbers) + 1) if number not in numbers)
+    if missing != len(numbers):
         last = max(cells, key=lambda cell: getattr(cell.action, what))
         _refuse(
             f"{what} {missing} is missing in the schedule file {path}",
@@ -146,7 +146,7 @@ def _count(what: Literal["chunk", "microbatch"], path: Path, cells: list[_Cell])
             allowed=f"every {what} from 0 to the last",
             fix=f"add the actions of {what} {missing}, or count from 0 without a gap",
         )
-    return len(found)
+    return len(numbers)
 
 
 def _stages(path: Path, cells: list[_Cell]) -> tuple[int, ...]:
