@@ -195,6 +195,10 @@ def test_messages_take_what_was_measured_and_in_other_groups_what_a_ring_of_them
     )
 
 
+def test_of_one_measured_size_a_larger_message_takes_as_much_longer_as_it_is_larger():
+    assert LinkTimes("all_reduce", "in_node", 2, 1, (1000,), (2e-3,)).at([10, 1000, 3000]) == [2e-3, 2e-3, 6e-3]
+
+
 @pytest.mark.parametrize(("ranks", "stride"), [(4, 1), (2, 2), (4, 2), (8, 1)])
 def test_links_between_nodes_are_those_of_which_sums_take_as_long_as_measured(ranks, stride):
     """What a cluster's own formula says of an all-reduce over nodes gives back the links that it was told."""

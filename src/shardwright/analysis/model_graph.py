@@ -49,8 +49,9 @@ RECORDABLE = "code that runs on tensors without values, or on the values of the 
 class RecordedRun:
     """A recorded training forward on the meta device: its operators, and the random numbers that it draws.
 
-    ``found`` lists the draws, and ``others`` names random generators other than torch's from which the forward drew, of
-    which it seeds those in ``seeded``. ``seeds`` are the keys of draws from a ``torch.Generator`` that it seeds.
+    ``found`` lists the draws. ``others`` names the random generators other than torch's from which the forward drew,
+    and ``seeded`` those of them that the forward seeds itself. ``seeds`` are the keys of draws from a
+    ``torch.Generator`` that the forward makes or seeds.
     """
 
     recording: Recording
@@ -100,18 +101,19 @@ class RecordedRun:
 
 
 SEVERAL = (3, 2)
-"""The numbers of samples that are tried of code that takes few of them, where the example has one."""
+"""The numbers of samples that a record is tried with if the example has one sample and other numbers failed."""
 
 
 @dataclass
 class ModelGraph:
     """A model and example inputs, with a recorded forward that is made when it is first needed.
 
-    The recorded batch has a prime number of samples that is unlike all other sizes, so that the dim of the samples is
-    told from other dims. If the model's code does not take that number, the number of samples in ``example`` is used.
-    ``example`` is on the meta device. ``values`` are the same inputs on the CPU; only where the model's code does not
-    run without values, it is recorded on these, repeated up to the number of samples (:attr:`reads_values`).
-    A model in evaluation is recorded in training, unless it ``is_as_trained``: its steps run in the modes that it has.
+    The recorded batch has a prime number of samples that differs from all other sizes, so that the dim of the samples
+    is told from other dims. If the model's code does not take that number, the number of samples in ``example`` is
+    used. ``example`` is on the meta device. ``values`` are the same inputs on the CPU. The forward is recorded on them,
+    repeated up to the number of samples, only if the model's code does not run without values (:attr:`reads_values`).
+    A model in evaluation mode is recorded in training mode, unless ``is_as_trained`` says that its steps run in the
+    modes that its modules have.
 
     >>> graph = ModelGraph(nn.Linear(3, 4), torch.empty(2, 3))
     >>> [call.name for call in graph.run.recording.calls], graph.run.recording.calls[0].results[0].shape
@@ -149,24 +151,26 @@ class ModelGraph:
 
     @property
     def failure(self) -> str:
-        """What the model's code raised, for which its forward cannot be recorded; "" if it can."""
+        """The exception, as text, that the model's code raised when its forward was recorded; "" if it raised none."""
         return "" if isinstance(self._first, RecordedRun) else self._first
 
     @property
     def _first(self) -> RecordedRun | str:
         if isinstance(self._of_prime, RecordedRun):
             return self._of_prime
-        # of one sample, as a rank may have it, no dim is known to be that of the samples
+        # an example of one sample, as a rank may have it: the dim of samples looks like any other dim of size 1, so
+        # several samples are recorded
         is_one = any(tensor.dim() and len(tensor) == 1 for tensor in sample_tensors(self.example))
         several = (self._tried(number, self.reads_values) for number in SEVERAL if is_one)
         return next((run for run in several if isinstance(run, RecordedRun)), self._as_given)
 
     @cached_property
     def reads_values(self) -> bool:
-        """Whether the model's code runs only on inputs with values, so that it is recorded on the example's.
+        """Whether the forward is recorded on the example's values, because the model's code reads values of its inputs.
 
-        The forward of a model of images and text, for example, looks for the tokens that stand for images. So does code
-        that runs without values, but reads numbers that inputs with values have.
+        The forward of a model of images and text, for example, looks for the tokens that stand for images. The result
+        is True for code that runs on inputs with values only, and for code that would otherwise read more numbers that
+        only a real run has.
         """
         if self.values is None or not may_read_values(self.model):
             return False
@@ -177,20 +181,22 @@ class ModelGraph:
     def selects_by_values(self) -> bool:
         """Whether the model's code selects by masks among its inputs, so that its shapes follow the example's values.
 
-        So does an autoencoder that embeds the pixels which a mask leaves. The record selects everything; a rehearsal,
-        which is of one batch, reads the masks of that batch.
+        An example is an autoencoder that embeds only the pixels that a mask keeps. The record selects every element. A
+        rehearsal runs one given batch, and reads the masks of that batch.
         """
+        if self.values is None or self._needs_no_record or self.reads_values:
+            return False
         without = self._first
-        if self.values is None or self.reads_values or isinstance(without, str) or not without.recording.num_masks:
+        if isinstance(without, str) or not without.recording.num_masks:
             return False
         with_values = self._tried(self._prime if without is self._of_prime else None, by_values=True)
         return isinstance(with_values, RecordedRun) and with_values.recording.num_masks < without.recording.num_masks
 
     @cached_property
     def needs_constants(self) -> bool:
-        """Whether the forward fails on meta tensors without values, as code does that calls ``item()`` on a constant.
+        """Whether the forward fails on meta tensors without values, as one does that calls ``item()`` on a constant.
 
-        It is False if the forward was not recorded, as for :attr:`draws`.
+        The result is False if the forward was not recorded (:attr:`draws` says when).
         """
         run = self._of_own_code
         if run is None or not run.recording.reads_values:
@@ -199,13 +205,13 @@ class ModelGraph:
         try:
             with torch.no_grad(), on_meta(model, values=False):
                 call_model(model, cloned(self.example))
-        except Exception:  # whatever the user's code raises, it is for want of values: with them it was recorded
+        except Exception:  # whatever the user's code raises, values are what it lacks: with values it was recorded
             return True
         return False
 
     @property
     def guess(self) -> bool | None:
-        """Whether the record took conditions on values that only a real run has for true; None if there were none."""
+        """The answer that the record gave to conditions on values that only a real run has; None if it met none."""
         run = self._of_own_code
         return None if run is None else run.recording.guess
 
@@ -230,19 +236,20 @@ class ModelGraph:
     def draws(self) -> Draws | None:
         """The model's calls that draw random numbers in training, or None if its forward was not recorded.
 
-        It is not recorded if it does not run on the meta device. A model made only of layers of torch and of this
-        library that draw by plain dropout, if at all, is not recorded either: it needs no record.
+        The forward is not recorded if it does not run on the meta device. A model made only of layers of torch and of
+        this library needs no record, if these draw nothing or only plain dropout: its forward is not recorded either.
         """
         run = self._of_own_code
         return None if run is None else self._draws
 
     @cached_property
     def _draws(self) -> Draws:
-        """The draws of the recorded forward, in which draws that a larger batch has more of are marked.
+        """The draws of the recorded forward; marked are those whose number grows with the number of samples.
 
-        Where a module draws often without samples, or for some samples alone, the forward is recorded with another
-        number of samples. If the module draws another number of times there, it loops over them in a way that is not
-        followed; but if one call draws once for each sample in both records, it is taken to loop over them in order.
+        If a module draws at least as many tensors without samples as there are samples, or draws for some samples
+        alone, the forward is recorded again with another number of samples. If the module then draws another number of
+        times, it loops over the samples in a way that is not followed. But if in both records one call of the module
+        draws once for each sample, the module is taken to loop over the samples in order.
         """
         run = self.run
         without = Counter(path for (path, _, _), place in run.draws.places.items() if place is None)
@@ -259,11 +266,11 @@ class ModelGraph:
         return run.draws.drawn_for_each(more, once, run.recording.num_samples)
 
     def written_parameters(self, *, replaced_only: bool = False, converted: bool = False) -> Mapping[str, str]:
-        """Returns the parameters that the model's own code writes to, each with the module whose code does.
+        """Returns the parameters that the model's own code writes to, each with the module whose code writes.
 
-        With ``replaced_only`` it returns those that code replaces by ``parameter.data = ...``. With ``converted`` it
-        also returns those that code converts to the dtype that they have now, as ``module.to(torch.float32)`` does. It
-        is empty if the forward was not recorded, as for :attr:`draws`.
+        With ``replaced_only`` only parameters are returned that code replaces by ``parameter.data = ...``. With
+        ``converted`` also parameters are returned that code converts to the dtype that they have now, as
+        ``module.to(torch.float32)`` does. The result is empty if the forward was not recorded, as for :attr:`draws`.
         """
         run = self._of_own_code
         if run is None:
@@ -274,8 +281,8 @@ class ModelGraph:
     def mixing_call(self, shared: Collection[str] = ()) -> RecordedCall | None:
         """Returns the first operator in the model's own code that mixes the samples of a batch, or None.
 
-        It is None too if the forward was not recorded, as for :attr:`draws`. ``shared`` names the BatchNorms that may
-        mix samples, because ranks add up their statistics.
+        The result is None too if the forward was not recorded (:attr:`draws` says when). ``shared`` names the
+        BatchNorms that may mix samples, because ranks add up their statistics.
         """
         run = self._of_own_code
         return None if run is None else mixing_call(run.recording, run.axes, shared)
@@ -283,7 +290,8 @@ class ModelGraph:
     def calls_with_counts(self) -> list[RecordedCall]:
         """Returns the operators that compute values of samples with the number of samples, as ``x / len(x)`` does.
 
-        It is empty if the forward was not recorded, as for :attr:`draws`, or only with one number of samples.
+        The result is empty if the forward was not recorded (:attr:`draws` says when), or was recorded with one number
+        of samples only.
         """
         run = self._of_own_code
         suspects = [] if run is None else calls_with_counts(run.recording)
@@ -294,9 +302,9 @@ class ModelGraph:
         return [call for call, again in pairs if differ(call, again)]
 
     def calls_by_place(self) -> list[RecordedCall]:
-        """Returns the operators that compute values of samples with their places, as ``x + arange(len(x))`` does.
+        """Returns the operators that compute samples' values from their places in the batch, as ``x + arange(len(x))``.
 
-        It is empty where :meth:`calls_with_counts` is.
+        The result is empty where a second record is lacking, as in :meth:`calls_with_counts`.
         """
         run = self._of_own_code
         suspects = [] if run is None else calls_by_place(run.recording)
@@ -320,9 +328,9 @@ class ModelGraph:
         return other
 
     def normalises_once(self, path: str) -> bool:
-        """Returns whether the recorded forward calls a module, and each of these calls computes one batch norm itself.
+        """Returns whether the recorded forward calls a module, and each call computes one batch norm in its own code.
 
-        A module of which every call does so may have more code of its own around it, such as an activation.
+        Such a module may run more code around the batch norm, such as an activation.
         """
         run = self._of_own_code
         calls = [] if run is None else [call for call in run.recording.calls if call.module == path]
@@ -355,7 +363,7 @@ class ModelGraph:
     @property
     def _as_given(self) -> RecordedRun | str:
         trial = self._tried(None, self.reads_values)
-        # ranks with one sample each, over which the statistics of a batch norm are summed
+        # ranks may have one sample each and sum a batch norm's statistics, but torch refuses one value per channel
         return self._tried(SEVERAL[-1], self.reads_values) if isinstance(trial, str) and ONE_VALUE in trial else trial
 
     @cached_property
@@ -366,9 +374,9 @@ class ModelGraph:
         return next((count for count in COUNTS if sizes.isdisjoint((count - 1, count, count + 1))), COUNTS[0])
 
     def _num_unknown(self, *, by_values: bool) -> float:
-        """Returns how many numbers the code reads that only a real run has; infinite if the code cannot be recorded.
+        """Returns how many numbers that only a real run has the code reads; infinite if the code cannot be recorded.
 
-        It is recorded on the example's values if ``by_values``, else on tensors without values.
+        The forward is recorded on the example's values if ``by_values``, else on tensors without values.
         """
         tried = (self._tried(count, by_values) for count in (self._prime, None))
         return next((run.recording.num_numbers for run in tried if isinstance(run, RecordedRun)), float("inf"))
@@ -376,7 +384,7 @@ class ModelGraph:
     def _tried(self, number: int | None, by_values: bool) -> RecordedRun | str:
         """Returns the recorded run on ``number`` samples (None: the example's number), or what its code raised; cached.
 
-        It is recorded on the example's values if ``by_values``, else on tensors without values.
+        The forward is recorded on the example's values if ``by_values``, else on tensors without values.
         """
         key = number, by_values
         if key not in self._tries:
@@ -401,7 +409,7 @@ def _run_or_failure(model: nn.Module, inputs: Any, as_is: bool) -> RecordedRun |
 def _recorded(model: nn.Module, inputs: Any, as_is: bool) -> RecordedRun:
     """Returns the record of a copy of the model on the meta device, in training or in the modes that it has."""
     copy = meta_copy(model)
-    finds: dict[int, FindsDraws] = {}  # of each run that was tried
+    finds: dict[int, FindsDraws] = {}  # by the id of the recording, for each run that was tried
 
     @contextmanager
     def within(recorded: Recorded) -> Iterator[None]:
@@ -418,13 +426,13 @@ def _recorded(model: nn.Module, inputs: Any, as_is: bool) -> RecordedRun:
         with other_generators(), moved_on(draws):
             seeds = seeded_draws(draws, finds[id(record_forward(copy, cloned(inputs), within))].found)
     again: dict[str, Any] = {}
-    if others:  # from another start, a forward that seeds them itself ends in the same state
+    if others:  # a forward that seeds a generator itself leaves it in the same state from any start
         with other_generators(1) as again:
             record_forward(copy, inputs, within)
     seeded = [name for name, state in others.items() if again.get(name) == state]
     used: Collection[str] = others
-    if others and not seeded:  # numbers after a seed are the same from every start, and may be of samples
-        with suppress(Exception):  # of the user's own code, on the path that other numbers take
+    if others and not seeded:  # numbers after a seed are equal from every start, so other starts would show nothing
+        with suppress(Exception):  # other numbers may lead the user's code to a path that raises
             used = () if _runs_alike(model, inputs, as_is) else others
     return RecordedRun(recording, draws, tuple(used), seeded, seeds)
 
@@ -432,22 +440,22 @@ def _recorded(model: nn.Module, inputs: Any, as_is: bool) -> RecordedRun:
 def _runs_alike(model: nn.Module, inputs: Any, as_is: bool) -> bool:
     """Returns whether forwards run the same operators on the same tensors, whatever they draw from Python and NumPy.
 
-    A check of types that picks at random what it looks at runs no operator, and makes no difference.
+    Draws that change no operator make no difference, such as those of a type check that picks at random what to check.
     """
     first: list[str] | None = None
     for start in every_start():
         copy, recordings = meta_copy(model), list[Recorded]()
         copy = copy if copy.training or as_is else copy.train()
 
-        def within(recorded: Recorded, found: list[Recorded] = recordings) -> AbstractContextManager[Any]:
+        def within(recorded: Recorded, runs: list[Recorded] = recordings) -> AbstractContextManager[Any]:
             recorded.digest = sha256()
-            found.append(recorded)
+            runs.append(recorded)
             return IgnoresDeviceMoves(torch.device("meta"))
 
         with start:
             before = _attributes(copy)
             record_forward(copy, cloned(inputs), within)
-            if _attributes(copy) != before:  # what code keeps acts in the next forward
+            if _attributes(copy) != before:  # the code has stored something, which may change the next forward
                 record_forward(copy, cloned(inputs), within)
         digests = [recorded.digest.hexdigest() for recorded in recordings]
         if digests != (first := digests if first is None else first):

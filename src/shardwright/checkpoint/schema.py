@@ -28,8 +28,8 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def check_schema(found: Any) -> None:
-    """Raises ValueError, naming the wrong entry, unless the parsed JSON ``found`` is a valid manifest.
+def check_schema(content: Any) -> None:
+    """Raises ValueError, naming the wrong entry, unless the parsed JSON ``content`` is a valid manifest.
 
     It must have exactly a manifest's entries but for the checksum, with values of the right types. The stored parts of
     each tensor must lie inside its shape and add up to its size, and must fit into their files. The optimizer's options
@@ -40,30 +40,30 @@ def check_schema(found: Any) -> None:
     Traceback (most recent call last):
     ValueError: no entry 'extra'
     """
-    _need(isinstance(found, dict), "no table of entries")
-    for key in sorted(KEYS ^ (found.keys() - {"frozen"})):
+    _need(isinstance(content, dict), "no table of entries")
+    for key in sorted(KEYS ^ (content.keys() - {"frozen"})):
         raise ValueError(f"{'no' if key in KEYS else 'an unknown'} entry {key!r:.80}")
     rules = {"step": _is_step, "version": _is_version, "seed": _is_int, "layout": _is_text, "optimizer": _is_text}
     for key, rule in rules.items():
-        _need(rule(found[key]), f"'{key}' is {found[key]!r:.80}")
-    frozen = found.get("frozen", [])
+        _need(rule(content[key]), f"'{key}' is {content[key]!r:.80}")
+    frozen = content.get("frozen", [])
     _need(isinstance(frozen, list) and all(map(_is_text, frozen)), "'frozen' is no list of names")
     for key in ("files", "tensors", "scalars"):
-        _need(isinstance(found[key], dict), f"'{key}' is no table")
-    for name, entry in found["files"].items():
+        _need(isinstance(content[key], dict), f"'{key}' is no table")
+    for name, entry in content["files"].items():
         _need(PART.fullmatch(name) is not None, f"a file is named {name!r:.200}: it is no part of a checkpoint")
         fits = isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"} and _is_count(entry["bytes"])
         _need(fits and _SHA256.fullmatch(str(entry["sha256"])) is not None, f"file '{name}' has no size and checksum")
     keys: dict[tuple[str, str], int] = {}
-    for name, entry in found["tensors"].items():
-        _check_tensor(name, entry, found["files"], keys)
+    for name, entry in content["tensors"].items():
+        _check_tensor(name, entry, content["files"], keys)
     used = Counter[str]()
     for (file, _), num_bytes in keys.items():
         used[file] += num_bytes
     for file, num_bytes in used.items():  # so that reading allocates no more than the files hold
-        _need(num_bytes <= found["files"][file]["bytes"], f"'{file}' is too short for its pieces")
-    _check_state(found["scalars"], found["groups"])
-    _need(bool(found["groups"]) or not found["optimizer"], f"no param groups of {found['optimizer']!r:.80}")
+        _need(num_bytes <= content["files"][file]["bytes"], f"'{file}' is too short for its pieces")
+    _check_state(content["scalars"], content["groups"])
+    _need(bool(content["groups"]) or not content["optimizer"], f"no param groups of {content['optimizer']!r:.80}")
 
 
 def _check_tensor(name: str, entry: Any, files: Mapping[str, Any], keys: dict[tuple[str, str], int]) -> None:
@@ -115,10 +115,12 @@ def _check_state(scalars: Mapping[str, Any], groups: Any) -> None:
         _need(fits, "the options of a param group are no plain values")
         nan = next((key for key, value in options.items() if any(leaf != leaf for leaf in tree_leaves(value))), "")
         _need(not nan, f"the option '{nan}' of a param group is not a number")
-        rate = options.get("lr")  # load asks torch for the rest, which refuses no infinity
-        _need(rate is None or (type(rate) in (int, float) and rate >= 0), f"the learning rate is {rate!r:.80}")
-        for key in ("lr", "eps", "weight_decay"):
-            _need(inf not in tree_leaves(options.get(key)), f"the option '{key}' of a param group is infinite")
+        # for a load, torch checks the other options, but it accepts infinite values, so these are refused here
+        for rate in (options.get("lr"), options.get("initial_lr")):
+            _need(rate is None or (type(rate) in (int, float) and rate >= 0), f"the learning rate is {rate!r:.80}")
+        for key in ("lr", "initial_lr", "eps", "weight_decay"):
+            is_finite = not any(value in (inf, -inf) for value in tree_leaves(options.get(key)))
+            _need(is_finite, f"the option '{key}' of a param group is infinite")
 
 
 def _need(holds: bool, what: str) -> None:
@@ -147,7 +149,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Returns whether a value is a number or nested lists of numbers, from which torch makes a tensor."""
+    """Returns whether a value is a number, or nested lists of numbers from which torch can make a tensor."""
     return isinstance(value, bool | int | float) or (isinstance(value, list) and all(map(_is_number, value)))
 
 

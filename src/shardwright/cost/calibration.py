@@ -1,4 +1,4 @@
-"""``Calibration``: what ``shardwright calibrate`` measured beside constants: operators, blocks and messages by size."""
+"""``Calibration``: what ``shardwright calibrate`` measured in addition to constants: operators, blocks and messages."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 class LinkTimes(NamedTuple):
     """The measured seconds of one collective, or of a send, by the bytes of its payload.
 
-    ``kind`` is the collective, and ``tier`` the links that its group takes: "in_node" or "between". The group had
-    ``ranks`` members, of which neighbours differ by ``stride``; all groups along the axis sent at once.
+    ``kind`` is the collective, and ``tier`` the links that its group uses: "in_node" or "between". The group had
+    ``ranks`` members, whose numbers were ``stride`` apart; all groups along the axis sent at once.
 
     >>> LinkTimes("all_reduce", "in_node", 2, 1, (1000, 3000), (1.0, 2.0)).at([0, 2000, 5000])
     [1.0, 1.5, 3.0]
@@ -45,32 +45,36 @@ class LinkTimes(NamedTuple):
     def at(self, sizes: Sequence[float]) -> list[float]:
         """Returns the seconds of messages of these sizes in bytes, interpolated between those that were measured.
 
-        A message smaller than all of them takes as long as the smallest; larger ones go on as the last two do.
+        A smaller message takes as long as the smallest that was measured. For a larger one, the line through the two
+        largest goes on. If a single size was measured, all messages take its seconds.
         """
         return [self._at(size) for size in sizes]
 
     def _at(self, size: float) -> float:
-        if len(self.num_bytes) == 1 or size <= self.num_bytes[0]:
+        if size <= self.num_bytes[0]:
             return self.seconds[0]
+        if len(self.num_bytes) == 1:
+            return self.seconds[0] * size / self.num_bytes[0]
         place = min(max(1, bisect_left(self.num_bytes, size)), len(self.num_bytes) - 1)
         (a, b), (first, second) = self.num_bytes[place - 1 : place + 1], self.seconds[place - 1 : place + 1]
         return first + (second - first) * (size - a) / (b - a)
 
     @property
     def num_hops(self) -> int:
-        """The messages of the ring that follow each other in a call."""
+        """The number of messages of the ring that follow each other in a call."""
         return num_hops(self.kind, self.ranks)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured on a cluster, beside the constants; empty for a cluster that is known by its datasheet.
+    """What was measured on a cluster, in addition to constants; empty for a cluster known by its datasheet alone.
 
-    ``operators`` has, by torch's name of an operator, how many times as long it takes as the formulas say, and
-    ``blocks`` by the class of a model's repeated block how many times as long the operators of a step of such blocks
-    take together as each alone. ``links`` are the measured messages. ``sources`` says of figures of the device where
-    they are from, such as "measured" for "peak_fp32"; others are the datasheet's. ``ranks`` were "threads" or
-    "processes", and ``spread`` is the spread of what was measured, by what it is of.
+    ``operators`` maps torch's name of an operator to a factor: its measured time divided by the time that the formulas
+    give. ``blocks`` maps the class of a model's repeated block, and "optimizer", to a factor: the measured time of a
+    step's operators together, without that of starting them, divided by the sum of their single times. ``links`` are
+    the measured messages. ``sources`` maps a figure of the device to its source, such as "peak_fp32" to "measured";
+    figures without an entry are the datasheet's. ``ranks`` says whether ranks were "threads" or "processes".
+    ``spread`` maps a kind of measurement, such as "messages", to the spread of its seconds as a share of the median.
     """
 
     operators: Mapping[str, float] = field(default_factory=lambda: _NONE)
@@ -87,9 +91,10 @@ class Calibration:
         return min(links, key=lambda link: (abs(link.ranks - ranks), abs(link.stride - stride)), default=None)
 
     def message_s(self, kind: str, num_bytes: float, tier: str, ranks: int, stride: int, hop_s: float) -> float | None:
-        """Returns the seconds of a message from those that were measured; None if its kind was not on this tier.
+        """Returns the seconds of a message from measured seconds; None if its kind was not measured on this tier.
 
-        For a group of another size, the bytes are scaled as in a ring, and each hop more takes ``hop_s``.
+        For a group of another size than the measured one, the bytes are scaled as in a ring, and each further hop takes
+        ``hop_s``.
         """
         link = self.link(kind, tier, ranks, stride)
         if link is None:
@@ -114,7 +119,7 @@ def num_hops(kind: str, size: int) -> int:
 def calibration_in(path: str, table: Mapping[str, Any]) -> Calibration:
     """Returns the calibration in a parsed cluster file; an empty one if the file has none.
 
-    Raises: PlanError: a table or a value in it is none that a calibration writes.
+    Raises: PlanError: a table, or a value in it, is not of the form that a calibration writes.
     """
     names = "operators", "blocks", "spread"
     operators, blocks, spread = (_numbers(path, name, table.get(name, {})) for name in names)

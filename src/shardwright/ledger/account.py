@@ -30,7 +30,7 @@ from shardwright.formatting import first_line
 from shardwright.function_copies import with_names
 from shardwright.layout import Layout
 from shardwright.ledger.device_memory import beside_tensors
-from shardwright.ledger.tracking import MemoryAccount, RehearsalTracker, Tracker
+from shardwright.ledger.tracking import MemoryAccount, OperatorRunner, RehearsalTracker, Tracker, call
 from shardwright.models.given_loss import loss_for
 from shardwright.parallelize import under_plan
 from shardwright.parallelize.planning import job_for, make_plan, narrow_model, num_rows, without_storage
@@ -45,13 +45,18 @@ from shardwright.strategy import Strategy
 
 
 def measure_memory(
-    run: Run, batch: Microbatch, optimizer: torch.optim.Optimizer, device: str | None = None
+    run: Run,
+    batch: Microbatch,
+    optimizer: torch.optim.Optimizer,
+    device: str | None = None,
+    run_operator: OperatorRunner = call,
 ) -> MemoryAccount:
     """Takes one training step, and returns the memory that this rank held during it, as a :class:`MemoryAccount`.
 
     The step updates the parameters. Take a step or two before, so that the optimizer's state exists. Every rank calls
     the function. On an accelerator the account also has estimates of the memory held beside tensors; a rehearsal, which
-    runs on the meta device, passes the type of the accelerator as ``device``.
+    runs on the meta device, passes the type of the accelerator as ``device``, and may give the function that
+    runs each operator (``run_operator``).
 
     Traffic: that of the step, and one barrier.
 
@@ -66,7 +71,7 @@ def measure_memory(
     >>> sw.launch(work, 2, ranks="threads")[0]
     (80, True)
     """
-    with memory_tracked(run, batch, optimizer, device) as tracked:
+    with memory_tracked(run, batch, optimizer, device, run_operator) as tracked:
         run.step(batch)
         with tracked.updating():
             optimizer.step()
@@ -101,18 +106,23 @@ class MemoryRecording:
 
 @contextmanager
 def memory_tracked(
-    run: Run, batch: Microbatch, optimizer: torch.optim.Optimizer, device: str | None = None
+    run: Run,
+    batch: Microbatch,
+    optimizer: torch.optim.Optimizer,
+    device: str | None = None,
+    run_operator: OperatorRunner = call,
 ) -> Iterator[MemoryRecording]:
     """Returns a context in which the caller takes one step, whose memory is tracked; all ranks enter it.
 
-    ``batch``, ``optimizer`` and ``device`` are as in :func:`measure_memory`.
+    The arguments are those of :func:`measure_memory`.
 
     Traffic: a barrier of all ranks.
     """
     run.axes["world"].for_strategy("core").barrier()  # so that no rank still reads the previous step's messages
     kind = device or run.world.device.type
     kind_of_tracker = RehearsalTracker if run.world.device.type == "meta" else Tracker
-    tracker = kind_of_tracker(run.world.transport.blocks, run.world.device if kind not in HOST else None)
+    counted = run.world.device if kind not in HOST else None
+    tracker = kind_of_tracker(run.world.transport.blocks, counted, run_operator)
     tracker.hold("parameters", (*run.parameters.values(), *run.model.parameters(), *run.model.buffers(), *run.kept()))
     tracker.hold("messages", run.receiving())
     tracker.hold("gradients", _gradients(_trainable(run)))
@@ -128,7 +138,7 @@ def memory_tracked(
 def _num_communicators(run: Run) -> int:
     """Returns the number of NCCL communicators that this rank is a member of.
 
-    Each group of an axis has one, and each pair of pipeline stages that exchange messages has two, one a direction.
+    Each group of an axis has one. Each pair of pipeline stages that exchange messages has two, one for each direction.
     """
     num_groups = len({frozenset(axis.ranks) for axis in run.axes.values() if axis.size > 1})
     schedule, stages = run.plan.schedule, run.plan.stages
@@ -144,14 +154,15 @@ def predict_memory(
 ) -> MemoryAccount:  # fmt: skip
     """Returns the account of the memory that rank ``rank`` will hold during a training step, without running it.
 
-    The step is rehearsed on the meta device. Of ``batch``, a pair of global inputs and targets, only shapes and dtypes
-    matter, and values of inputs where the model's code does not run without them. The
-    step is the second one, so that the state of ``optimizer`` exists; ``options`` are the optimizer's. The
-    memory of recurrent layers is predicted too low, with a warning.
+    The step is rehearsed on the meta device. ``batch`` is a pair of global inputs and targets. Only its shapes and
+    dtypes matter, unless the model's code does not run without values of inputs. The step is the second one, so that
+    the state of ``optimizer`` exists; ``options`` are the optimizer's options. The memory of recurrent layers is
+    predicted too low, with a warning.
 
     ``ranks`` says whether ranks will be processes or threads. Processes on a CPU send messages through blocks of shared
-    memory; the prediction has the most that these can take, however far one rank runs ahead. For an accelerator as
-    ``device``, such as "cuda", the account has estimates of the memory held beside tensors instead.
+    memory. The prediction has the most bytes that these blocks can take, however far one rank runs ahead of the others.
+    For an accelerator as ``device``, such as "cuda", the account has estimates of the memory held beside tensors
+    instead.
 
     Raises: LayoutError: the layout does not fit the model. PlanError: the model's own code, or the loss, does not run
         without values of activations, or of inputs on the meta device.
@@ -176,8 +187,8 @@ class JobPlan:
     crossing: list[Mapping[str, Any]] = field(default_factory=list)
     """The values that stages send each other in each microbatch, by name, as meta tensors.
 
-    The first rehearsal fills the list and later ones read it. So all must be of the same batch, and of ranks that
-    differ in their pipeline stage alone.
+    The first rehearsal fills the list, and later rehearsals read it. So all rehearsals must be of the same batch, and
+    of ranks that differ only in their pipeline stage.
     """
 
 
@@ -189,10 +200,10 @@ def rehearsed(
 ) -> Iterator[tuple[Run, Microbatch, torch.optim.Optimizer]]:  # fmt: skip
     """Returns a context in which one rank's steps are rehearsed: run on the meta device, without values or messages.
 
-    It yields the rank's :class:`Run`, its part of the batch and the optimizer. One step has been taken when the context
-    begins, so that optimizer state exists; without ``first_step`` the optimizer alone has made one, with gradients of
-    all parameters, which takes half of the time. The arguments are those of :func:`predict_memory`, and ``planned``,
-    the plan of the job if it was made before.
+    The context yields the rank's :class:`Run`, its part of the batch and the optimizer. One step has been taken when
+    the context begins, so that optimizer state exists. Without ``first_step``, only the optimizer has made a step, with
+    gradients of all parameters, which takes half of the time. The arguments are as in :func:`predict_memory`;
+    ``planned`` is the plan of the job, if it was made before.
 
     Raises: as :func:`predict_memory`.
     """
@@ -201,17 +212,17 @@ def rehearsed(
             rehearsal = inside.enter_context(
                 _rehearsed(job, layout, rank, batch, optimizer, ranks, device, planned, first_step, options)
             )
-        yield rehearsal  # what the caller's block raises is the caller's
+        yield rehearsal  # outside of the inner context, so that errors of the caller's own block are not explained
 
 
 @contextmanager
 def rehearsal_errors_explained() -> Iterator[None]:
-    """Returns a context in which errors of the model's own code, which has no values, are PlanErrors."""
+    """Returns a context in which errors of the model's own code, which runs without values, become PlanErrors."""
     try:
         yield
     except (LayoutError, PlanError):
         raise
-    except (RuntimeError, TypeError, ValueError, LookupError, AssertionError) as failure:  # its own checks too
+    except (RuntimeError, TypeError, ValueError, LookupError, AssertionError) as failure:  # checks in its code too
         raise PlanError(
             "a step of the model cannot be rehearsed without values on such a batch",
             given=f"{type(failure).__name__}: {first_line(failure)}",
@@ -236,8 +247,8 @@ def _rehearsed(
         planned = JobPlan(*make_plan(job, layout))
     job = job._replace(stands_for="" if device in HOST else device)
     run = under_plan(job, planned.plan, planned.strategies, world)
-    # a part is a view of the whole batch, as in a run on the CPU; values are kept where the model's code needs them
-    moved: dict[int, Tensor] = {}  # the labels of a model that computes its loss are among its inputs too
+    # as in a run on the CPU, a rank's part is a view of the whole batch; values stay if the model's code needs them
+    moved: dict[int, Tensor] = {}  # by id: a model that computes its loss has the labels among its inputs too
     on_meta_device = map_tensors(batch, lambda tensor: moved.setdefault(id(tensor), tensor.to("meta")))
     inputs = cloned(batch[0]) if run.plan.reads_values else on_meta_device[0]
     (microbatch,) = run.shard([(inputs, on_meta_device[1])])
@@ -249,15 +260,15 @@ def _rehearsed(
         run.rehearse_with(microbatch, crossing, first_step=first_step)
     if any(isinstance(module, nn.RNNBase) for module in run.model.modules()):
         warn("a CPU's kernel for recurrent layers keeps memory that a rehearsal cannot see: more is held", stacklevel=2)
-    if options.pop("fused", False):  # no such kernel on meta; one parameter after the other takes as little memory
+    if options.pop("fused", False):  # meta has no fused kernel; a loop over parameters takes as little memory
         options["foreach"] = False
     elif device not in HOST and "foreach" in signature(optimizer).parameters:
-        options.setdefault("foreach", True)  # torch's choice there: it takes all parameters at once, and more memory
+        options.setdefault("foreach", True)  # torch's default on accelerators, which takes more memory
     steps = run.optimizer(optimizer, **{"lr": 1e-3, **options})
     values, guess = run.plan.reads_values, None
     if not values and job.graph is not None and job.graph.needs_constants:
         values, guess = True, job.graph.guess
-    # a router's choices are in no rehearsal: experts are taken to have as many tokens each
+    # a rehearsal has no values for a router to choose by: all experts are taken to get the same number of tokens
     with on_meta(run.model, values=values, guess=guess, spread=True, instead=NATIVE_ATTENTION):
         if first_step:
             run.step(microbatch)
@@ -280,7 +291,7 @@ def _trainable(run: Run) -> list[nn.Parameter]:
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor | None]:
-    with torch._C.DisableTorchFunctionSubclass():  # a parameter of which there are shards would raise
+    with torch._C.DisableTorchFunctionSubclass():  # reading the attribute of a sharded parameter would raise
         return [parameter.grad for parameter in parameters]
 
 
@@ -293,7 +304,7 @@ def _observing(run: Run, tracker: Tracker) -> Iterator[None]:
         tracker.action = str(action)
 
     def end(action: Action) -> None:
-        with torch._C.DisableTorchFunction():  # a rehearsal's modes would see each read
+        with torch._C.DisableTorchFunction():  # else the function modes of a rehearsal would handle each read
             tracker.hold("gradients", (*_gradients(parameters), *run.summing()))
         tracker.mark()
 
@@ -320,7 +331,7 @@ def _observing(run: Run, tracker: Tracker) -> Iterator[None]:
 
 
 def _attend_heads(*args: Any, **named: Any) -> Any:
-    # torch shows a mode no calls inside of this function
+    # torch's own function hides its inner calls from function modes, so a copy runs that calls ``_attend``
     return with_names(functional.multi_head_attention_forward, scaled_dot_product_attention=_attend)(*args, **named)
 
 
@@ -328,7 +339,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    q, k, v = query, key, value  # the caller may name them
+    q, k, v = query, key, value  # the parameters have torch's names, which callers may use
     fused = q.is_meta and q.dim() == 4 and dropout_p == 0 and min(q.numel(), k.numel()) > 0
     if not fused or q.shape[-1] != v.shape[-1] or (attn_mask is not None and attn_mask.requires_grad):
         return functional.scaled_dot_product_attention(

@@ -3,16 +3,16 @@
 The numbers are from torch's sources and NCCL's manual.
 
 Rounding and segments follow torch's caching allocator (``c10/core/AllocatorConfig.h``): a tensor takes whole blocks of
-512 bytes; blocks up to 1 MiB come from segments of 2 MiB, those below 10 MiB from segments of 20 MiB, and larger ones
-have a segment of their own, of whole 2 MiB. Segments are kept for later tensors, so the reserved memory is the sum of
-the most that each class of sizes ever needed, if blocks fill their segments. Unused gaps between blocks make it more,
-so the estimate is a lower bound.
+512 bytes. Blocks up to 1 MiB come from segments of 2 MiB, and blocks below 10 MiB from segments of 20 MiB. Each larger
+block has a segment of its own, which is a multiple of 2 MiB. Segments are kept for later tensors, so the reserved
+memory is the sum, over these classes of sizes, of the most that each class ever needed, if blocks fill their segments.
+Unused gaps between blocks make it more, so the estimate is a lower bound.
 
 The workspace is cuBLAS's (``aten/src/ATen/cuda/CublasHandlePool.cpp``): one for each thread that multiplies, which are
-the forward's and the backward's. NCCL's buffers (``NCCL_BUFFSIZE``, in NCCL's list of environment variables) are taken
-by each communicator for each of its channels, outside of torch's allocator; how many channels it opens depends on the
-links between cards. Not counted are the device's context, of some hundred MiB, and the memory of kernels such as
-cuDNN's.
+the threads of the forward and of the backward. Each NCCL communicator allocates a buffer (``NCCL_BUFFSIZE``, in NCCL's
+list of environment variables) for each of its channels, outside of torch's allocator; the number of channels depends
+on the links between cards. Not counted are the device's context, of some hundred MiB, and the memory of kernels such
+as cuDNN's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwright import devices
 
 BLOCK_BYTES = 512
 SMALL_BYTES, LARGE_BYTES = 2**20, 10 * 2**20
-"""The size in bytes up to which a tensor is small, and that from which on it is large, in torch's caching allocator."""
+"""The bytes up to which torch's caching allocator calls a tensor small, and the bytes from which it calls one large."""
 SEGMENT_BYTES = {"small": 2 * 2**20, "middle": 20 * 2**20, "large": 2 * 2**20}
 """The bytes of a segment by class of tensor sizes; a large tensor's segment is a multiple of these bytes."""
 
@@ -54,7 +54,7 @@ class DeviceMemory:
     """
 
     def __init__(self) -> None:
-        self.most_bytes = 0  # in blocks
+        self.most_bytes = 0  # the peak of the bytes in blocks
         self._exact, self._most_exact = 0, 0
         self._now, self._most, self._total = Counter[str](), Counter[str](), 0
 
@@ -62,7 +62,7 @@ class DeviceMemory:
         """Counts the storage of a tensor of ``num_bytes`` as allocated, or with ``freed`` as freed."""
         size = _rounded(num_bytes, BLOCK_BYTES)
         kind = "small" if size <= SMALL_BYTES else "middle" if size < LARGE_BYTES else "large"
-        if kind == "large":  # what is left of its segment is cut off only if it is more than a small tensor
+        if kind == "large":  # the rest of its segment can be used again only if it is larger than a small tensor
             segment = _rounded(size, SEGMENT_BYTES[kind])
             size = segment if segment - size <= SMALL_BYTES else size
         if freed:
@@ -93,10 +93,10 @@ def beside_tensors(
 ) -> dict[str, int]:
     """Returns estimates of the bytes that an accelerator holds beside tensors, by purpose.
 
-    ``rounding`` is lost to block sizes, ``segments`` is memory that the allocator has reserved and not used at the
-    peak, ``workspace`` is cuBLAS's for matrix products, and ``nccl`` is the buffers of ``num_communicators``
-    communicators. The last two exist only if the device type ``kind`` uses NCCL; their sizes are read from the
-    variables in ``environment``.
+    ``rounding`` are the bytes lost to block sizes, ``segments`` the bytes that the allocator has reserved and not used
+    at the peak, ``workspace`` those of cuBLAS for matrix products, and ``nccl`` those of the buffers of
+    ``num_communicators`` communicators. The last two exist only if the device type ``kind`` uses NCCL; their sizes are
+    read from the variables in ``environment``.
 
     >>> beside_tensors(DeviceMemory(), "cuda", 2, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_MAX_NCHANNELS": "4"})
     {'rounding': 0, 'segments': 0, 'workspace': 67108864, 'nccl': 33554432}

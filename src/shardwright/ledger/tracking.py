@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, MappingProxyType
@@ -27,10 +27,10 @@ from shardwright.ledger.device_memory import DeviceMemory
 KINDS = ("parameters", "gradients", "optimizer", "batch", "activations", "logits", "messages", "backward", "shared")
 """The kinds of memory, by use.
 
-``parameters``: the model's buffers included. ``activations``: all that the forward allocates and no other kind has.
-``logits``: the loss's first argument, and what the loss itself allocates. ``messages``: gathered pieces, send buffers,
-and the buffers that stages keep for large messages. ``backward``: temporaries of the backward, recomputed activations
-included. ``shared``: blocks of memory shared by one machine's ranks, which carry messages.
+``parameters``: parameters, and the model's buffers. ``activations``: all that the forward allocates and that is of no
+other kind. ``logits``: the loss's first argument, and all that the loss itself allocates. ``messages``: gathered
+pieces, send buffers, and the buffers that stages keep for large messages. ``backward``: temporaries of the backward,
+recomputed activations included. ``shared``: blocks of memory shared by the ranks of one machine, which carry messages.
 """
 
 ELSEWHERE = ("host", "disk")
@@ -56,8 +56,8 @@ _MESSAGES = f"{_OURS}comm.axis", f"{_OURS}comm.pending"
 class MemorySnapshot(NamedTuple):
     """The bytes held at one moment of a step, by kind of memory in the order of ``KINDS``.
 
-    ``action`` is the schedule's action that runs then, as text such as "0F3", or "begin" before the first action, or
-    "optimizer". A snapshot is taken after each operator that allocates memory, and at the end of each action.
+    ``action`` is the action of the schedule that is running, as text such as "0F3", or "begin" before the first action,
+    or "optimizer". A snapshot is taken after each operator that allocates memory, and at the end of each action.
     """
 
     action: str
@@ -121,11 +121,20 @@ class _StorageEntry:
     alive: weakref.ref[Any] = field(repr=False)
 
 
+OperatorRunner = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
+"""A function that runs an operator of torch with its arguments and named arguments, and returns its results."""
+
+
+def call(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """Runs an operator as torch does."""
+    return function(*args, **named)
+
+
 class Tracker(TorchDispatchMode):
     """A dispatch mode that tracks the storages allocated by this thread's operators until they are freed.
 
     ``blocks`` are the rank's blocks of shared memory, which count too. With ``device``, only storages on devices of its
-    type count.
+    type count. ``run_operator`` runs each operator: a rehearsal records it, without a dispatch mode of its own.
 
     >>> with Tracker() as tracker:
     ...     x = torch.ones(100)
@@ -136,10 +145,12 @@ class Tracker(TorchDispatchMode):
     [400, 800, 800]
     """
 
-    def __init__(self, blocks: Blocks | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self, blocks: Blocks | None = None, device: torch.device | None = None, run_operator: OperatorRunner = call
+    ) -> None:
         super().__init__()
-        self._blocks = blocks
-        self._device = device  # of an accelerator, or the meta device in its place; None: all storages count
+        self._blocks, self._run_operator = blocks, run_operator
+        self._device = device  # the accelerator, or the meta device in its place; None if all storages count
         self.memory = DeviceMemory() if device is not None else None
         self.action = "begin"
         self._forced_kind: str | None = None
@@ -196,8 +207,8 @@ class Tracker(TorchDispatchMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._entries:
-                self._add(storage, "")  # older than the tracker and never registered: entered, but in no kind
-        result = function(*args, **named)
+                self._add(storage, "")  # older than the tracker and never registered, so it is of no kind
+        result = self._run_operator(function, args, named)
         self._remove_freed()
         has_grown = False
         for leaf in tensors_of(result):
@@ -267,8 +278,8 @@ class RehearsalTracker(Tracker):
 def _calling_module() -> str:
     """Returns the name of the innermost shardwright module on the stack, or "" without one.
 
-    The ledger does not count, nor do the modes of ``analysis``: they call what any module asks of torch, and of those
-    modes a first step has more than a second.
+    Modules of the ledger and of ``analysis`` are skipped: their modes run the operators that other modules call, and a
+    first step has more modes of ``analysis`` than a second step.
     """
     frame: FrameType | None = sys._getframe(3)
     while frame is not None:

@@ -56,6 +56,18 @@ class StageBlocks(NamedTuple):
 
 
 @dataclass
+class RehearsalState:
+    """What rehearsals of layouts of one model have shown, so that those of further layouts begin where they ended."""
+
+    leaving_messages: set[object] = field(default_factory=set)
+    """The actions of schedules whose backwards leave sums of gradients under way, at least in one layout: a rehearsal
+    of such a schedule has one microbatch more, which shows as much where nothing is under way."""
+    recomputed_blocks_differ: bool = False
+    """Whether a recomputed block held something else where it was the first or the last. If so, rehearsals begin with
+    two blocks, of which the second has others before and after it."""
+
+
+@dataclass
 class ModelPlans:
     """A cache of a model's repeated blocks, of shortened copies of it, and of the blocks in each chunk by layout."""
 
@@ -63,8 +75,7 @@ class ModelPlans:
     inputs: Any = None
     """One or a few samples, by which it is known whether the forward uses alike blocks alike."""
     kept: RecordsFile = field(default_factory=RecordsFile)
-    leaving_messages: set[object] = field(default_factory=set)
-    """Options of layouts whose backwards leave sums under way, so that they are rehearsed with a microbatch more."""
+    known: RehearsalState = field(default_factory=RehearsalState)
     _outlines: dict[Layout, StageBlocks] = field(default_factory=dict)
     _shortened: dict[int, nn.Module] = field(default_factory=dict)
 

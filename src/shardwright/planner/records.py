@@ -35,6 +35,7 @@ from shardwright.planner.outline import (
     Chunks,
     ModelPlans,
     NotAlikeError,
+    RehearsalState,
     StageBlocks,
     check_param_groups,
     crossing_of,
@@ -86,8 +87,8 @@ def record_layout(
     """
     model_plans = ModelPlans(job.model, few_inputs(batch)) if model_plans is None else model_plans
     outline, is_known = model_plans.outline(job, layout)
-    counts, leaving = Counter[str](), model_plans.leaving_messages
-    shape = _Shape(job, outline.layout, outline.schedule, batch, device_type, optimizer, counts, leaving)
+    counts, known = Counter[str](), model_plans.known
+    shape = _Shape(job, outline.layout, outline.schedule, batch, device_type, optimizer, counts, known)
     why = "asked for"
     if not whole:
         try:
@@ -115,8 +116,7 @@ class _Shape(NamedTuple):
     optimizer: Any
     counts: Counter[str]
     """How many rehearsals were made, as "rehearsals"."""
-    leaving: set[object]
-    """The options of layouts of this model that were found to leave messages (:func:`_leaves_messages`)."""
+    known: RehearsalState
 
     @property
     def copies(self) -> int:
@@ -228,14 +228,11 @@ def _fewer_microbatches(shape: _Shape, num_stages: int, job: Job) -> Iterator[_J
             plan = planned.plan.plan
             sliced = any(plan.state[name].gradient != plan.compute[name] for name in plan.state)
             if number < all_of_them and sliced:
-                # where a layout of the same actions and options left messages, one microbatch more shows no less
-                others = (f for f in shape.layout.factors if f.size > 1 and layout_axes()[f.axis].kind != "stages")
-                options = planned.schedule.actions, *((f.axis, f.options) for f in others)
-                if options not in shape.leaving:
+                if planned.schedule.actions not in shape.known.leaving_messages:
                     planned = planned._replace(first=shape.rehearsed_at(planned, 0))
                     if _leaves_messages(planned):
-                        shape.leaving.add(options)
-                if options in shape.leaving:
+                        shape.known.leaving_messages.add(planned.schedule.actions)
+                if planned.schedule.actions in shape.known.leaving_messages:
                     with suppress(LayoutError):
                         yield shape.planned(job, _with_few(shape.layout, num_stages, number + 1))
             yield planned
@@ -260,7 +257,8 @@ def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> L
     chunks, schedule = outline.chunks_alike(), shape.schedule
     few_stages = min(FEW_STAGES, schedule.num_stages)
     _check_kinds(schedule, chunks, few_stages)
-    plans = _planned_few(shape, chunks, model_plans, FEWER_AND_MORE)
+    is_like_others = shape.layout.recompute is None or not shape.known.recomputed_blocks_differ
+    plans = _planned_few(shape, chunks, model_plans, FEWER_AND_MORE if is_like_others else WHERE_RECOMPUTED)
     plan = plans[0][0].plan.plan
     if plan.unsharded_on_use:
         plans = _planned_few(shape, chunks, model_plans, WHERE_UNSHARDED)
@@ -273,7 +271,9 @@ def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> L
     fewer, more = _both_records(shape, plans)
     # blocks that begin the model are compared as they are, recomputed or not: of either, the first one differs
     begin = _begin_the_model(shape.job.model, model_plans.blocks)
-    if plan.recomputed and not plan.unsharded_on_use and not begin and _differ(fewer, more):
+    recomputes = plan.recomputed and not plan.unsharded_on_use and not begin
+    if recomputes and is_like_others and _differ(fewer, more):
+        shape.known.recomputed_blocks_differ = True
         fewer, more = _both_records(shape, _planned_few(shape, chunks, model_plans, WHERE_RECOMPUTED))
     kinds = [kind_of(stage, schedule.num_stages, few_stages) for stage in range(schedule.num_stages)]
     numbers = tuple(tuple(chunks[chunk][0] for chunk in schedule.chunks_of(stage)) for stage in range(len(kinds)))

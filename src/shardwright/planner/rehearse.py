@@ -15,7 +15,6 @@ from shardwright.analysis.operator_results import run_on_meta, tensors_of
 from shardwright.comm.collective_call import CollectiveCall
 from shardwright.cost.operators import OperatorRecord
 from shardwright.devices import HOST
-from shardwright.dispatch_mode import DispatchMode
 from shardwright.ledger.account import JobPlan, measure_memory, rehearsal_errors_explained, rehearsed
 from shardwright.operator_schemas import written_arguments
 from shardwright.plan.event_stages import EventStages
@@ -128,8 +127,8 @@ def _rehearsed(
         recorder.follower = follower
         try:
             events = Events(before_action=follower.begin, before_sync=follower.sync)
-            with rehearsal_errors_explained(), run.observed(events), follower:
-                account = measure_memory(run, microbatch, steps, device_type)
+            with rehearsal_errors_explained(), run.observed(events):
+                account = measure_memory(run, microbatch, steps, device_type, follower.run)
         finally:
             recorder.follower = None
         if not first_step:
@@ -158,11 +157,10 @@ def _move_update(by_action: dict[str, ActionRecord]) -> None:
     update.records = [*after.records, *update.records]
 
 
-class _Follower(DispatchMode):
+class _Follower:
     """Notes each operator, and each message that begins or is waited for, under the action that is running."""
 
     def __init__(self, by_action: dict[str, ActionRecord], has_values: bool) -> None:
-        super().__init__()
         self._by_action, self._has_values = by_action, has_values
         self._now = by_action.setdefault("begin", ActionRecord())
         self._records: dict[Hashable, OperatorRecord | None] = {}
@@ -184,8 +182,9 @@ class _Follower(DispatchMode):
         if action is self._now:
             action.records.append(WaitRecord(number))
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named, seen = kwargs or {}, list[Hashable]()
+    def run(self, function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Runs an operator on the meta device and records it."""
+        seen: list[Hashable] = []
         # of equal calls the meta kernel runs once, since it is slow; a mode below that keeps values does so by itself
         out = function(*args, **named) if self._has_values else run_on_meta(function, args, named, seen)
         if seen and seen[0] in self._records:

@@ -148,7 +148,7 @@ class ShortModel:
             few = WHERE_UNSHARDED
         short = self._of_blocks(few[-1] + 1)
         # of the whole model it is known whether its blocks are used alike
-        plans = self.model_plans if short is self.model else ModelPlans(short)
+        plans = self.model_plans if short is self.model else ModelPlans(short, known=self.model_plans.known)
         job = self._job(short, layout, rows)
         records = record_layout(job, layout, rows, self.device_type, model_plans=plans)
         if self.blocks is None or short is self.model:

@@ -76,6 +76,8 @@ CASES = {
     "padding": lambda x, w, b, t: functional.pad(x, (1, 2, 0, 0)),
     "repeat": lambda x, w, b, t: x.repeat(1, 2, 1) + x.repeat_interleave(2, dim=1),
     "indexing": lambda x, w, b, t: x[:, torch.tensor([3, 0])] + x[1, 2] + x[..., ::2].sum(-1, keepdim=True)[:, :2],
+    "steps from behind": lambda x, w, b, t: x[..., -7::2] + x[..., -8::2],
+    "slices from before the start": lambda x, w, b, t: x[..., -20:6] + x[..., -7:7],
     "picked": lambda x, w, b, t: x.gather(-1, torch.arange(6)[None, :, None].expand(4, 6, 1)).squeeze(-1),
     "flipped": lambda x, w, b, t: x.flip(-1) + x.roll(1, 1).cumsum(-1),
     "largest": lambda x, w, b, t: x.amax(-1) + x.max(dim=1).values.sum(-1, keepdim=True) + x.topk(2, -1).values.sum(-1),

@@ -154,10 +154,11 @@ def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[ShardUse],
     results = tree_map(place, result)
     result_slots = tuple(leaf.number for leaf in tree_leaves(results, is_leaf=_is_slot) if _is_slot(leaf))
     flat = results if isinstance(results, tuple | list) and not _is_slot(results) else [results]
-    # a function in Python may do more with sizes than its operators show
+    # A function in Python may compute with sizes in ways that its recorded operators do not show.
     as_is = planning.as_is and (len(planning.steps) == 1 or not isinstance(function, FunctionType))
-    # of a shard that no operator takes, the function reads the size, which must be the whole's: x.expand_as(shard);
-    # a function without operators reads none, and only it itself does what x.detach() and x.data do
+    # If an argument is a shard that no operator takes, the function may read this shard's size where the size of the
+    # whole tensor is meant, as in x.expand_as(shard): then the function itself must not run. A function without
+    # operators, such as x.detach() or x.data, reads no size and always runs itself.
     taken = {id(use) for call in recorded.recording.calls for use in call.operands}
     as_is = as_is and all(tensor.shard is None or id(use) in taken for use, tensor in zip(uses, tensors, strict=True))
     as_is = as_is or not planning.steps
@@ -249,7 +250,7 @@ class _Planning:
             or (call.name == "cat" and any(ALL in cut for cut in some))
             or (call.name == "convolution" and summed and call.args[8] > 1)
         ):
-            # features of a layer that come back to it as its input: this is gathered, and not the weight
+            # a layer's output features that come back to it as its input: the input is gathered, not the weight
             number = PRODUCTS.get(call.name, 0 if call.name == "convolution" else None)
             operand = slots[number] if summed and some and number is not None else None
             raise _GatherFirstError(operand if operand is not None and shards[operand] is not None else None)
@@ -264,7 +265,7 @@ class _Planning:
         copies = {change.slot for change in changes if change.kind == "copy"}
         shared = next((cut for cut in some if ALL in cut), None)
         if shared is not None and copies and (call.name not in PRODUCTS or copies != {slots[PRODUCTS[call.name]]}):
-            raise _GatherFirstError  # the gradient of what all hold would count once for each rank
+            raise _GatherFirstError  # features on all ranks would count once for each rank
         result_shards = [shard_of(use.shape, cut) for use, cut in zip(call.results, cuts, strict=True)]
         function = _group_norm if call.name == "native_group_norm" else call.function
         step = OperatorStep(function, call.args, call.named, tuple(changes), (), summed)
@@ -340,7 +341,7 @@ def _changes(
             if new_cut != old_cut:
                 if old_cut is not None or new_cut is None:
                     raise _GatherFirstError(slot)
-                if ALL in new_cut:  # the gradient of what all hold would be added up
+                if ALL in new_cut:  # gradients of elements on all ranks would be added up
                     raise _GatherFirstError
                 changes.append(OperandChange(slot, "slice", dim, new_cut))
         if (changes and slot in written) or by_slot.setdefault(slot, changes) != changes:
@@ -356,10 +357,10 @@ def _cuts(dims: Dims, labels: Mapping[int, bytes], letters: DimLetters) -> tuple
 
 
 class _LocalCall(NamedTuple):
-    """A call of an operator on this rank's shards, whose arguments may name sizes of the whole.
+    """A call of an operator on this rank's shards, whose arguments may still be sizes of the whole tensors.
 
-    ``step`` is the call as it stands, ``labels`` the rank of each index of the cut letters, and ``made`` the shards of
-    the results.
+    ``step`` is the planned call with the arguments of the recorded one, ``labels`` gives the rank of each index of the
+    cut letters, and ``made`` are the shards of the results.
     """
 
     call: RecordedCall
@@ -388,7 +389,7 @@ def _reshaped(local: _LocalCall) -> OperatorStep:
 
 
 def _viewed(local: _LocalCall) -> OperatorStep:
-    return _reshaped(local)._replace(function=viewed)  # a shard may be no view of the whole's strides
+    return _reshaped(local)._replace(function=viewed)  # a shard's strides may allow no view
 
 
 def _sliced(local: _LocalCall) -> OperatorStep:
@@ -399,10 +400,10 @@ def _sliced(local: _LocalCall) -> OperatorStep:
     if cut is None:
         return step
     start, size = call.argument(2, "start") or 0, call.results[0].shape[dim]
+    start = max(start + len(cut) if start < 0 else start, 0)  # as torch's own kernel does
     every = call.argument(4, "step", 1) if call.name == "slice" else 1
-    if every != 1:  # every n-th of a factor that is whole
+    if every != 1:  # the factor that ``every`` steps over is not cut
         return local.with_args(call.args[0], dim, start, 2**62, every, named={})
-    start += len(cut) if start < 0 else 0
     first, last = num_held(cut[:start], local.rank), num_held(cut[: start + size], local.rank)
     return local.with_args(call.args[0], dim, first, last, named={}, function=torch.ops.aten.slice.Tensor)
 
@@ -410,7 +411,7 @@ def _sliced(local: _LocalCall) -> OperatorStep:
 def _split(local: _LocalCall) -> OperatorStep:
     call = local.call
     dim = call.argument(2, "dim", 0) % len(call.operands[0].shape)
-    # a number of equal parts of the whole is not one of the shard: the sizes of all are given
+    # a number or size of parts is that of the whole tensor, so the shard is split by an explicit list of sizes
     sizes = [
         (own.local_shape(local.rank) if own is not None else use.shape)[dim]
         for own, use in zip(local.made, call.results, strict=True)
@@ -425,7 +426,7 @@ def _convolved(local: _LocalCall) -> OperatorStep:
         args[8] = num_held(labels[_letter(group)], local.rank)
     if not local.step.summed:
         return local.with_args(*args)
-    bias, args[2] = args[2], None  # added once, to the sum of all ranks
+    bias, args[2] = args[2], None  # added once, after the all-reduce
     return local.with_args(*args, addend=bias, addend_dim=1)
 
 
@@ -441,7 +442,7 @@ def _group_normed(local: _LocalCall) -> OperatorStep:
 def _averaged(local: _LocalCall) -> OperatorStep:
     if not local.step.summed:
         return local.step
-    count = prod(local.call.operands[0].shape) // max(prod(local.call.results[0].shape), 1)  # of all ranks' elements
+    count = prod(local.call.operands[0].shape) // max(prod(local.call.results[0].shape), 1)  # on all ranks
     return local.step._replace(function=partial(_share_of_mean, count))
 
 
@@ -474,12 +475,15 @@ _LOCAL_ARGUMENTS: Mapping[str, Callable[[_LocalCall], OperatorStep]] = {
     "mean": _averaged,
     "linear": _linear,
 }
-"""For each operator with an argument that is another one on a shard, by name: a size, a count, or a bias that only the
-sum of all ranks gets."""
+"""Functions that adapt an operator's step to this rank's shard, by the operator's name.
+
+They replace arguments that are sizes or counts of the whole tensor, and take out a bias that must be added only once,
+to the sum over all ranks.
+"""
 
 
 def _partly_shared(call: RecordedCall, step: OperatorStep, cut: bytes, rank: int) -> OperatorStep:
-    """Returns the step of a product of whose output features this rank holds its own and others that all ranks hold.
+    """Returns the step of a product whose output features are partly this rank's own and partly on all ranks.
 
     Raises NotOnShardsError for an ``addmm`` with factors.
     """
@@ -495,7 +499,7 @@ def _partly_shared(call: RecordedCall, step: OperatorStep, cut: bytes, rank: int
         bias = call.argument(2, "bias") if call.name == "linear" else None
     function = partial(
         partly_shared_product, shared=shared, is_first=rank == 0, transposed=call.name == "linear"
-    )  # a gradient that all ranks have counts on the first
+    )  # shared features' gradient counts on rank 0 only
     return step._replace(function=function, args=(x, weight, bias), named={})
 
 
@@ -528,8 +532,8 @@ def _letter(part: Any) -> int:
 
 
 def _share_of_mean(count: int, x: Tensor, *args: Any, **named: Any) -> Tensor:
-    """Returns this rank's term of a mean over ``count`` elements: the sum of its own, divided by ``count``."""
-    total: Tensor = torch.ops.aten.sum(x, *args, **named)  # over all dims, or those that are given
+    """Returns this rank's term of a mean over ``count`` elements: the sum of its own elements, divided by ``count``."""
+    total: Tensor = torch.ops.aten.sum(x, *args, **named)  # over all dims, or those in ``args``
     return total / count
 
 
