@@ -31,7 +31,7 @@ def attend_dropping(
     """
     scores_BNTS = masked(q_BNTD @ k_BNSD.mT * q_BNTD.shape[-1] ** -0.5, mask, causal=causal)
     weights_BNTS = drop(softmax_of_seen(scores_BNTS))
-    return weights_BNTS.to(v_BNSD.dtype) @ v_BNSD  # a mask in float32 makes them wider
+    return weights_BNTS.to(v_BNSD.dtype) @ v_BNSD  # a float32 mask has made the weights wider than the values
 
 
 def masked(scores_BNTS: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:

@@ -99,7 +99,7 @@ class LayoutAxis:
 _REGISTERED: dict[str, LayoutAxis] = {}
 
 OPTIONS: dict[str, tuple[str, Iterable[str]]] = {}
-"""By name of a registered strategy, its axis and the names of its options, which errors propose."""
+"""The axis and the names of the options of each registered strategy, by the strategy's name; errors propose them."""
 
 
 def register(axis: LayoutAxis) -> None:

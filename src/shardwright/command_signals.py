@@ -5,7 +5,7 @@ SIGHUP then end it with exit code 130 and the line "stopped" instead of a traceb
 of its time limit, has no effect until there is something to save. Signals that are ignored, as under ``nohup``, stay
 ignored. In every other program nothing is changed.
 
-Only modules are imported here that Python has loaded when it starts: each other one takes milliseconds, in which Ctrl-C
+This module imports only modules that Python has loaded when it starts: any other takes milliseconds, in which Ctrl-C
 would still end the command with a traceback.
 """
 
@@ -21,7 +21,7 @@ _BEFORE: list = []  # type: ignore[type-arg]
 
 def _is_command() -> bool:
     """Returns whether this process was started as ``shardwright ...`` or ``python -m shardwright.cli ...``."""
-    if sys.argv[:1] == ["-m"]:  # as long as ``python -m`` imports the package of its module
+    if sys.argv[:1] == ["-m"]:  # while ``python -m`` imports the package of its module, sys.argv has no path yet
         words = sys.orig_argv
         return "shardwright.cli" in words[words.index("-m") + 1 : words.index("-m") + 2]
     return bool(sys.argv) and os.path.splitext(os.path.basename(sys.argv[0]))[0] == "shardwright"
@@ -32,7 +32,7 @@ IS_COMMAND = _is_command()  # asked once: later ``python -m`` has put its module
 
 def _end(*_: object) -> None:
     os.write(2, b"stopped\n")
-    os._exit(INTERRUPTED)  # an exception would end in whatever module is being imported
+    os._exit(INTERRUPTED)  # an exception could be caught by a module that is being imported
 
 
 def _pass(*_: object) -> None:
@@ -53,7 +53,7 @@ def ending() -> None:
     """Sets what signals do until the process ends: SIGUSR1 is ignored if this module's handler for it is still set.
 
     Python's shutdown takes time and resets handlers that are Python functions; the signal would then kill the process.
-    Ctrl-C ends it at once, where Python would print a traceback of what it just destroys.
+    Ctrl-C ends the process at once; Python's own handler would print a traceback from its shutdown.
     """
     if IS_COMMAND and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)

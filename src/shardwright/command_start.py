@@ -29,7 +29,7 @@ _OF_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 def imported() -> None:
-    """Ends what is only for the time of imports; ``cli.main`` calls it once all modules are imported.
+    """Ends the settings that hold only during the imports; ``cli.main`` calls it once all modules are imported.
 
     SIGINT is handled as before this library was imported. Garbage is collected again, but not among what was imported,
     and not in a ``plan`` of one number of ranks, which ends soon after its search. In a program that is not the
@@ -43,7 +43,7 @@ def imported() -> None:
 
 
 def ending() -> None:
-    """Ends what holds for the time of a command; the command calls it last.
+    """Ends the settings that hold while a command runs; the command calls it last.
 
     SIGUSR1 is ignored from now on, and the interpreter ends without a search for garbage. If triton is imported,
     garbage is searched for after all, among the imported objects too, which takes a third of a second: triton's
@@ -57,7 +57,8 @@ def ending() -> None:
 def _open_closed() -> None:
     """Opens the null device as standard input, output or error where that is closed, as by ``>&-``.
 
-    A file that is opened later, such as a checkpoint, would else get its number, and with that what native code prints.
+    Otherwise a file that is opened later, such as a checkpoint, would get the number of the closed one, and native code
+    would print into it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -82,5 +83,5 @@ if command_signals.IS_COMMAND:
     gc.disable()  # until all modules are imported: see ``imported``
     _open_closed()
     if threading.current_thread() is threading.main_thread() and _trains_here() and os.name == "posix":
-        with suppress(OSError):  # too many processes or too little memory: the launcher tries again, and says so
+        with suppress(OSError):  # too many processes or too little memory: the launcher tries again, and raises it
             FORK_SERVER.start()

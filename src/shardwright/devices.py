@@ -88,7 +88,7 @@ def wanted() -> str:
 
 def select(index: int) -> torch.device:
     """Makes the visible accelerator number ``index`` the current one of this process, and returns it as a device."""
-    # torch warns so where autograd's thread begins with a matrix product, and then makes the context itself
+    # torch warns if autograd's thread begins with a matrix product; it then creates the context itself
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     torch.accelerator.set_device_index(index)
     return default()
@@ -163,7 +163,7 @@ def moment(device: torch.device) -> Moment:
         synchronize(device)
         return perf_counter()
     event = kind(enable_timing=True)
-    event.record(module_of(device).current_stream(device))  # which need not be of the current device
+    event.record(module_of(device).current_stream(device))  # named, since the current device may be another one
     return event
 
 
@@ -193,7 +193,10 @@ _CUDNN, _MKLDNN = cast(Any, backends.cudnn), cast(Any, backends.mkldnn)  # torch
 _PRECISIONS: tuple[Any, ...] = (
     *(backends, _CUDNN, backends.cuda.matmul, _CUDNN.conv, _CUDNN.rnn, _MKLDNN.matmul, _MKLDNN.conv, _MKLDNN.rnn),
 )
-"""The objects with torch's newer setting of float32 products; one without a value of its own shows an earlier one's."""
+"""The objects with torch's newer setting of float32 products, ``fp32_precision``.
+
+If the setting of one is "none", it reads as that of a more general object, which comes earlier.
+"""
 
 
 @contextmanager
@@ -213,12 +216,12 @@ def exact_float32() -> Iterator[None]:
         return
     legacy: list[tuple[Any, Any]] = []
     for read, write, _ in _LEGACY:
-        with suppress(RuntimeError):  # the user has set the newer ones, differently
+        with suppress(RuntimeError):  # torch raises if the user has set the newer settings to another value
             legacy.append((write, read()))
     precisions = []
     for setting in _PRECISIONS:
         precisions.append(setting.fp32_precision)
-        setting.fp32_precision = "none"  # so that those after it show what they have of their own
+        setting.fp32_precision = "none"  # so that less general settings, which come later, read as their own value
     for _, write, exact in _LEGACY:
         write(exact)
     for setting in _PRECISIONS:

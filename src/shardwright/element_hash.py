@@ -97,16 +97,16 @@ def random_bits(
     bits_RC = torch.empty((len(row_R1), prod(shape[1 + first :])), dtype=dtype, device=device)
     if not bits_RC.is_meta:
         _fill(bits_RC, row_R1, inner, _start(has_high, device), least)
-    else:  # a rehearsal holds what a block takes
+    else:  # on the meta device: allocate the temporary memory of one block, so that a rehearsal counts it
         torch.empty((2, min(bits_RC.numel(), BLOCK)), dtype=torch.int32, device=device)
     return (bits_RC if least is None else bits_RC.view(torch.bool)).view(shape)
 
 
-def _fill(found_RC: Tensor, row_R1: Tensor, inner: Sequence[HeldDim], start: Tensor, least: int | None) -> None:
-    """Computes the bits block by block, with two words of temporary memory for each element of a block."""
-    device = found_RC.device
+def _fill(bits_RC: Tensor, row_R1: Tensor, inner: Sequence[HeldDim], start: Tensor, least: int | None) -> None:
+    """Writes the bits into ``bits_RC`` by blocks, with two words of temporary memory for each element of a block."""
+    device = bits_RC.device
     block = BLOCK * torch.get_num_threads() if device.type == "cpu" else DEVICE_BLOCK
-    for rows_R1, into_RC in zip(row_R1.split(block), found_RC.split(block), strict=True):
+    for rows_R1, into_RC in zip(row_R1.split(block), bits_RC.split(block), strict=True):
         words, at = _row_words(rows_R1), 0
         for index_C in _columns(start, inner, block):
             column, width = _column_words(index_C), len(index_C)
@@ -150,9 +150,10 @@ def _mixed(
     first_R1: Tensor, second_R1: Tensor, column_C: Tensor, high_C: Tensor | None,
     x: Tensor | None = None, t: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns 32 bits for each element, the upper of which are mixed best; ``x`` and ``t`` are memory for it.
+    """Returns 32 bits for each element, of which the upper ones are mixed best; ``x`` and ``t`` are memory for that.
 
-    An arithmetic shift saves a pass, but then x and ~x become one: the first never meet, for columns are below 2**31.
+    Arithmetic shifts save a pass, but give x and ~x the same result. In the first round x and ~x cannot both occur in a
+    row, since columns are below 2**31.
     """
     x = torch.bitwise_xor(first_R1, column_C, out=x)
     t = torch.bitwise_right_shift(x, 16, out=t)
@@ -170,7 +171,7 @@ def _upper_bits(mixed: Tensor) -> Tensor:
 
 
 def _row_words(row_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Mixes each row, a bijection (Stafford's mix 13), into two words."""
+    """Mixes the index of each row, by a bijection (Stafford's mix 13), into two words."""
     for shift, factor in _ROUNDS:
         row_R1 = (row_R1 ^ ((row_R1 >> shift) & (2 ** (64 - shift) - 1))) * factor
     row_R1 = row_R1 ^ ((row_R1 >> 31) & (2**33 - 1))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 _LONG = re.compile(r"\S{1001,}")
-"""A word of which an error shows the beginning and the length: a value of 70,000 characters is no text to read."""
+"""A word so long that an error shows only its beginning and its length: nothing with 70,000 characters can be read."""
 
 
 def explain(what: str, *, given: object, allowed: object, fix: object) -> str:
@@ -98,7 +98,7 @@ class CommunicationError(ExplainedError, RuntimeError):
 class RankFailedError(ExplainedError, RuntimeError):
     """Raised by the launcher if a rank raised or died, which ends the run, or if ranks could not be started.
 
-    As far as the launcher knows them, the message has the rank and its traceback, or how it died.
+    The message has the rank and its traceback, or how the rank died, as far as the launcher knows it.
     """
 
 

@@ -104,7 +104,7 @@ class ForkServer:
         try:
             with self._lock:
                 line = self._start()
-                with suppress(OSError):  # it has ended: so the status has
+                with suppress(OSError):  # the fork server has ended, which read_status finds out below
                     socket.send_fds(line, [b"F"], theirs)
         finally:
             for handle in theirs:
@@ -146,7 +146,7 @@ class ForkServer:
     def _end(self, process: subprocess.Popen[bytes], line: socket.socket) -> None:
         if self._owner == os.getpid():
             line.close()
-            process.send_signal(signal.SIGCONT)  # one that was suspended ends too
+            process.send_signal(signal.SIGCONT)  # so that a suspended process can end too
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=2 * _ORPHANS_S)
 
@@ -209,7 +209,7 @@ def serve(line: int, main: Callable[[int, int], None]) -> None:
                 os.close(answer)
                 _report(status, pid)
     _end_orphans(children)
-    os._exit(0)  # the interpreter's own end takes long with torch in it
+    os._exit(0)  # a normal exit of the interpreter takes long with torch loaded
 
 
 def _begin_rank() -> None:
@@ -242,7 +242,7 @@ def _end_orphans(children: dict[int, int]) -> None:
     end = time.monotonic() + _ORPHANS_S
     while children and time.monotonic() < end:
         _report_ended(children)
-        time.sleep(0.05)  # selectors are closed by now
+        time.sleep(0.05)  # a wait for events is not possible, since the selector is closed by now
     for pid in children:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

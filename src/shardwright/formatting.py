@@ -29,13 +29,13 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[[0-9;]*m)")  # but colours
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[[0-9;]*m)")  # all control codes but colours
 
 
 def printable(text: str) -> str:
     """Returns text for a terminal, in which control codes and what is no UTF-8 are written as escapes.
 
-    A name in a checkpoint or run of another person could else move the cursor, or set the title of the window. Tabs,
+    Otherwise a name in another person's checkpoint or run could move the cursor, or set the title of the window. Tabs,
     newlines and colours stay.
 
     >>> printable("step 3\\x1b[2J\\n")

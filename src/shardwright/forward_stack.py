@@ -145,7 +145,7 @@ def stack_of(module: nn.Module) -> ForwardStack:
     forward = vars(module).get("forward")
     if stack is not None and stack.forward is forward:
         return stack
-    # a copied module, or one whose forward the user has assigned since: that forward is its own code now
+    # the module is a copy, or the user has assigned its forward since: that forward counts as its own code now
     return ForwardStack(forward, () if stack is None else tuple(e for e in stack.wrappers if e.rung in NO_FORWARD))
 
 
@@ -205,7 +205,8 @@ def is_composed(module: nn.Module) -> bool:
 def rename(module: nn.Module, rung: Rung, name: str) -> None:
     """Renames the wrapper on ``rung`` in a module's forward stack, which ``run.explain`` prints.
 
-    A wrapper that learns in a step what it does says so by its name. Without a wrapper there, nothing is changed.
+    Use it for a wrapper whose work is decided only during a step, so that its name tells what was decided. Without a
+    wrapper on ``rung``, nothing is changed.
 
     >>> layer = nn.ReLU()
     >>> wrap(layer, Rung.ON_SHARDS, "on shards", by="toy", around=lambda inner: inner)

@@ -73,11 +73,11 @@ def dropout_factors(keep: Tensor, p: float, dtype: torch.dtype) -> Tensor:
 class KeyedDropout:
     """Dropout of one layer, whose masks depend on the state of ``rng`` and not on the layout of the run.
 
-    Call it with a tensor and a probability. ``layer`` is the name of the layer, of which :meth:`factors` counts the
-    calls. ``cuts`` are the slices that this rank holds of the layer's input. ``rows()`` returns the indices of the
-    samples, by default ``rng.samples``. ``tokens(shape)`` returns further cuts, for inputs of that shape whose
-    sequences are cut. ``dim``, 0 or 1, is the dim of the samples. ``folds`` are pairs (outside, inside): dim 0 may then
-    have outside * samples * inside rows. ``traced`` replaces :meth:`factors` in code that ``torch.compile`` traces.
+    Call it with a tensor and a probability. ``layer`` is the name of the layer, whose calls :meth:`factors` counts.
+    ``cuts`` are the slices that this rank holds of the layer's input. ``rows()`` returns the indices of the samples, by
+    default ``rng.samples``. ``tokens(shape)`` returns further cuts, for inputs of that shape whose sequences are cut.
+    ``dim``, 0 or 1, is the dim of the samples. ``folds`` are pairs (outside, inside): dim 0 may then have outside *
+    samples * inside rows. ``traced`` replaces :meth:`factors` in code that ``torch.compile`` traces.
     """
 
     rng: RngTracker
@@ -100,7 +100,7 @@ class KeyedDropout:
 
         Shapes: the factors have the shape and dtype of ``input``.
         Raises: PlanError: dim ``dim`` of the input does not have one entry for each sample, or the call is a
-            recomputation and it cannot be known of which call (:meth:`RngTracker.count`).
+            recomputation of a call that cannot be found (:meth:`RngTracker.count`).
         """
         samples = self.rng.samples if self.rows is None else self.rows()
         outside = self._outside(input, samples)
@@ -109,7 +109,7 @@ class KeyedDropout:
         if outside is None:
             shape = input.transpose(0, self.dim).shape
             cuts = (*cuts, *(() if self.tokens is None else self.tokens(shape)))
-        else:  # one more dim, of the rows of a sample
+        else:  # with one more dim, for the rows of a sample
             shape = torch.Size((len(samples), len(input) // len(samples), *input.shape[1:]))
             cuts = tuple(replace(cut, dim=cut.dim + (cut.dim > 0)) for cut in cuts)
         keep = dropout_mask(self.rng, self.rng.call(self.layer), shape, cuts, p, samples, input.device)
@@ -123,14 +123,15 @@ class KeyedDropout:
         return factors
 
     def _outside(self, input: Tensor, samples: Sequence[int]) -> int | None:
-        """Returns how many groups of samples the rows of an input are in, or None if it has one row for each sample.
+        """Returns the size of ``outside`` if dim 0 of the input is (outside, samples, inside), a pair of ``folds``.
 
-        An input with several rows for each sample has, for instance, the windows of a sequence in dim 0.
+        Such an input has several rows for each sample, for example the windows of its sequence. Returns None for an
+        input with one row for each sample.
         """
         count = len(samples)
         if self.folds and samples and len(input) != count:
             group_counts = [outside for outside, inside in self.folds if outside * count * inside == len(input)]
-            if len(group_counts) != 1:  # the order of the rows is not known: several may be of one sample, or of many
+            if len(group_counts) != 1:  # no pair of folds fits, or several do: which rows are of a sample is not known
                 numbers = " or ".join(sorted(f"{outside * inside}" for outside, inside in self.folds))
                 raise PlanError(
                     f"dropout '{self.layer}' does not get the rows for each sample that the example has",
@@ -194,7 +195,7 @@ def _keyed_multihead(module: nn.MultiheadAttention, drop: KeyedDropout) -> Calla
         functional.multi_head_attention_forward,
         dropout=dropout,
         scaled_dot_product_attention=attend,
-        has_torch_function=lambda _: False,  # else a TorchFunctionMode would be passed torch's own function
+        has_torch_function=lambda _: False,  # if True, torch would pass its own function to a TorchFunctionMode
     )
     names = SimpleNamespace(**{**vars(functional), "multi_head_attention_forward": attention})
     return partial(with_names(nn.MultiheadAttention.forward, F=names), module)

@@ -42,7 +42,7 @@ _TOP = {
     "precision": (str,),
     "recompute": (str,),
     "compile": (str,),
-}  # of the dictionary form
+}  # the keys of a layout given as a dictionary that are no axes, with the types of their values
 _Canonical: TypeAlias = "tuple[tuple[int, ...], tuple[Option, ...]]"
 
 
@@ -210,7 +210,10 @@ class Layout:
 
     @classmethod
     def _read(cls, items: Sequence[str]) -> tuple[Layout, tuple[str, str] | None]:
-        """Returns the layout of items that can be read or mended, and the first error with what is allowed, or None."""
+        """Reads the items and mends misspelled ones; returns the layout, and (message, allowed) of the first error.
+
+        Items that cannot be mended are left out. Without an error, None is returned in its place.
+        """
         values: dict[str, Any] = {}
         wrong = None if items else ("the line is empty", _items())
         for item in items if items != ["single"] else ():
@@ -360,7 +363,7 @@ def _read_item(item: str) -> tuple[str, object]:
         parts = [text.partition(":") for text in texts]
         if not all(map(_OPTION.fullmatch, texts)):
             lower = [f"{name.lower()}{colon}{value}" for name, colon, value in parts]
-            whole = all(_OPTION.fullmatch(text) for text in lower if text)  # else words are looked for in the item
+            whole = all(_OPTION.fullmatch(text) for text in lower if text)  # if not, the item is searched for words
             fix = "/".join([axis + numbers, *filter(None, lower)]) if whole else ""
             raise _ItemError("an option is not well formed", _OPTIONS, fix)
         options = tuple(Option(name, value if colon else None) for name, colon, value in parts)

@@ -38,15 +38,15 @@ class _Word(NamedTuple):
 def meant(items: Sequence[str], nearest_item: Callable[[str], str], own: str) -> list[str]:
     """Returns the items that those of a line were probably meant to be; what has no meaning here is left out.
 
-    ``nearest_item`` returns an item as it stands if it can be read, the nearest that can, or "" for none; ``own`` is
-    the option of ``mb``. An option that stands alone goes to the factor of its axis.
+    ``nearest_item`` returns an item as it stands if it can be read, the nearest that can, or "" for none. ``own`` is
+    the name of the one option that ``mb`` has. An option that stands alone goes to the factor of its axis.
 
     >>> meant("tp2dp2 zero-3".split(), lambda item: "", "own-statistics")
     ['tp2', 'dp2/zero3']
     >>> meant("dp2/zero 3 tp2".split(), lambda item: item, "own-statistics")
     ['dp2/zero3', 'tp2']
     """
-    by_axis: dict[str, str] = {}  # by axis, or by item for other words
+    by_axis: dict[str, str] = {}  # items by their axis; those of no axis, such as bf16, by themselves
     strays: list[tuple[str, str, str]] = []
     words = list(_joined(items, nearest_item))
     for place, word in enumerate(words):
@@ -76,7 +76,7 @@ def _joined(items: Sequence[str], nearest_item: Callable[[str], str]) -> Iterato
     """Yields valid items as they are, and others as words; a number that stands alone belongs to the word before."""
     last: _Word | None = None
     whole: list[str] = []
-    for item in items:  # "dp2/zero 3"
+    for item in items:  # joins a number to an option from which a space has split it, as in "dp2/zero 3"
         if item.isdigit() and whole and "/" in whole[-1] and _options(f"{whole[-1].rpartition('/')[2]}{item}"):
             whole[-1] += item
         else:
@@ -98,7 +98,7 @@ def _joined(items: Sequence[str], nearest_item: Callable[[str], str]) -> Iterato
 
 
 def _words(text: str) -> Iterator[_Word]:
-    known = {name for _, names in OPTIONS.values() for name in names} - {"file"}  # without its path
+    known = {name for _, names in OPTIONS.values() for name in names} - {"file"}  # file is no option without a path
     longest_first = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
     option = re.compile(rf"({longest_first or '$.'})(:[^/\s]+)?(?![a-z0-9])")
     place = 0
@@ -121,7 +121,7 @@ def _edits(word: str, other: str) -> int:
     """Returns how many letters were left out, added, replaced or swapped with the next to make one word of the other.
 
     :func:`~shardwright.errors.nearest` compares by the share of equal letters instead. That is fast for thousands of
-    names of modules, but cannot tell apart the words of a layout line, of which many have two letters or three.
+    names of modules, but cannot tell apart the words of a layout line, since many have only two or three letters.
 
     >>> _edits("pd", "dp"), _edits("pd", "pp"), _edits("zreo", "zero"), _edits("pipline", "pipe")
     (1, 1, 1, 3)
@@ -156,13 +156,13 @@ def _meaning(word: _Word) -> tuple[str, str, str]:
     if name in ("fp", "float") and sorted(number) == ["1", "6"]:
         return "fp16", "", ""
     options = {option_name: axis for axis, names in OPTIONS.values() for option_name in names if option_name != "file"}
-    table = [*layout_axes(), *_LINE_WORDS, *options, *aliases]  # of words as near, the first: our own
+    table = [*layout_axes(), *_LINE_WORDS, *options, *aliases]  # of equally near words the first counts: our own
 
     def distance(word: str) -> tuple[int, bool, bool]:
         return _edits(plain[:20], word), sorted(word) != sorted(plain), word[:1] != plain[:1]
 
     near = min(table, key=distance)
-    # a short word with a number behind it is a typing error, without one another word
+    # a short word with a number behind it is taken for a typing error, and one without a number for another word
     most = max(1, len(plain) // 3) if number else len(plain) // 3
     alike = [near] if set(plain) & set(near) and distance(near)[0] <= most else []
     for candidate in (name, plain, *re.split("[_-]", plain)[:1], *alike):

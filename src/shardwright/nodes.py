@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from shardwright.errors import LayoutError
 from shardwright.mesh import Mesh
 
-_SIZES = (  # of the world and of a node, as torchrun, Slurm and Open MPI say them
+_SIZES = (  # variables with the number of ranks, in all and on a node, of torchrun, Slurm and Open MPI
     ("WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),

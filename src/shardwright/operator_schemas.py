@@ -42,7 +42,8 @@ def viewed_arguments(function: Any, args: Sequence[Any], named: Mapping[str, Any
     if not aliases:
         return []
     returned = {name for alias in aliases for name in alias.before_set}
-    of_list = any(not alias.before_set for alias in aliases)  # of a list of views torch does not say of what they are
+    # for a list of views the schema does not say which arguments they are views of
+    of_list = any(not alias.before_set for alias in aliases)
     return _aliased(schema, args, named, kind, lambda alias: of_list or returned & alias.before_set)
 
 

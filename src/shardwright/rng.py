@@ -38,10 +38,10 @@ class DimSlice:
 
 
 class _Checkpoint(Protocol):
-    """A running checkpoint (``CheckpointCall``), which keeps things of its forward for its backward."""
+    """A running checkpoint (``CheckpointCall``), which keeps objects from its forward for its backward."""
 
     def kept(self, name: str, kind: Any, within: Any) -> Any:
-        """Returns what is kept under ``name``; its backward runs inside of ``within`` of that."""
+        """Returns the object kept under ``name``; the checkpoint's backward runs inside of ``within(object)``."""
 
 
 _COUNTED = "_shardwright_counted"
@@ -69,9 +69,10 @@ class RngTracker:
         self._seed, self.step = seed, step
         self.samples = samples
         self.layers: set[str] = set()
-        self._repeated: list[Mapping[str, Iterator[int]]] = []  # of each checkpoint that a backward runs again now
-        self.unrecorded = ""  # what the model's code raised, for which its forward could not be recorded
-        self.shard_of: ShardOf = _of_whole  # which shard of a whole a tensor is, where models run on shards
+        # for each checkpoint that a backward runs again now: the numbers of each layer's calls that are still to come
+        self._repeated: list[Mapping[str, Iterator[int]]] = []
+        self.unrecorded = ""  # the error of the model's code, if its forward could not be recorded
+        self.shard_of: ShardOf = _of_whole  # if the model runs on shards, tells which shard a tensor is
         self.draw: Callable[..., Tensor] | None = None  # set by key_draws: a draw by its key, without counting it
         self.checkpoints: Callable[[], Sequence[_Checkpoint]] = tuple  # set by key_draws: those around the running code
         self.forward_ended: Callable[[], None] | None = None  # set by key_draws: checks how often modules were called
@@ -117,7 +118,7 @@ class RngTracker:
     @samples.setter
     def samples(self, samples: Sequence[int]) -> None:
         self._samples = samples
-        self._calls: Counter[str] = Counter()  # of each layer, in this forward
+        self._calls: Counter[str] = Counter()  # the number of calls of each layer in this forward
         self._first: dict[str, int] = {}  # the number of each layer's first call by this rank
         self._rows: dict[str, Tensor] = {}  # the numbers of the rows for which each layer has drawn in this forward
         self._backward = _current_graph_task_id()  # autograd's backward that runs now, -1 for none
@@ -127,7 +128,7 @@ class RngTracker:
 
         The key is the layer's name and, after the first call, the call's number.
 
-        Raises: PlanError: the call is a recomputation, and :meth:`count` cannot know of which call.
+        Raises: PlanError: the call is a recomputation, and :meth:`count` cannot find the call that it repeats.
         """
         number = self.count(layer)
         return f"{layer}#{number}" if number else layer
@@ -136,10 +137,10 @@ class RngTracker:
         """Counts a call of a layer in this forward, and returns the call's number, from 0.
 
         A call from inside a backward in which no :meth:`snapshot` was restored is taken for a recomputation, as by
-        ``torch.utils.checkpoint``: it is not counted, and gets the number of the call that the checkpoint repeats; if
-        that is not known, the number of the layer's first call.
+        ``torch.utils.checkpoint``: it is not counted, and gets the number of the call that the checkpoint repeats or,
+        if that is not known, the number of the layer's first call.
 
-        Raises: PlanError: it is not known, and the layer was called several times in the forward.
+        Raises: PlanError: the repeated call is not known, and the layer was called several times in the forward.
         """
         number = self._count(layer)
         if not torch.compiler.is_dynamo_compiling():
@@ -150,7 +151,7 @@ class RngTracker:
 
     @contextmanager
     def _repeating(self, counted: Mapping[str, list[int]]) -> Iterator[None]:
-        """Returns a context in which a backward repeats calls: of each layer, those with these numbers, in order."""
+        """Returns a context in which a backward repeats calls; ``counted`` has their numbers, in order, by layer."""
         self._repeated.append({layer: iter(numbers) for layer, numbers in counted.items()})
         try:
             yield

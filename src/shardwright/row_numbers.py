@@ -1,6 +1,6 @@
-"""Numbers that say which token of which sample each row of a tensor is, where code has selected rows by values.
+"""Row numbers: if code has selected rows by values, they say which token of which sample each row of a tensor is.
 
-Random numbers for such rows are drawn by them (``runtime/selected_rows.py``).
+Random numbers for such rows are keyed by these numbers (``runtime/selected_rows.py``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _ROWS = "_shardwright_rows"
-"""The attribute that holds a tensor's row numbers; None for a tensor made of such rows whose own are not known."""
+"""The attribute that holds a tensor's row numbers; it is None if the tensor was made of such rows in an unknown way."""
 
 
 def is_of_rows(tensor: object) -> bool:
@@ -29,7 +29,8 @@ def rows_of(tensor: object) -> Tensor | None:
 def give_rows(tensor: Tensor, rows: Tensor | None) -> None:
     """Attaches row numbers to a tensor, as :func:`rows_of` returns them; ``rows`` must be constant along its last dim.
 
-    Where they are not, where the other dims are not the tensor's, or with None, its rows count as not known.
+    If they are not constant, if their other dims are not those of the tensor, or with None, the tensor's rows count as
+    not known.
 
     >>> x = torch.ones(2, 3)
     >>> give_rows(x, torch.tensor([[4], [7]]))

@@ -95,7 +95,8 @@ def cuts_of_traffic(strategy: Strategy, plan: Plan) -> TrafficCuts | None:
     """Returns the sizes that a strategy's ``traffic`` reads beside those of the plan's parameters, buffers and inputs.
 
     None says that messages depend on more than sizes, such as on which rank of an axis is the first: of a picture cut
-    in rows, the first rank has one neighbour. That is also so for a strategy without the method ``traffic_cuts``.
+    in rows, the first rank has one neighbour. For a strategy without the method ``traffic_cuts`` the result is None
+    too.
     """
     method: Callable[[Plan], TrafficCuts | None] = getattr(strategy, "traffic_cuts", lambda _: None)
     return method(plan)
@@ -181,13 +182,14 @@ def check_own_writes(
     graph: ModelGraph | None, copies: Collection[str], factor: str, why: str = "gathers from shards", *,
     replaced_only: bool = False, converted: bool = False,
 ) -> None:  # fmt: skip
-    """Raises LayoutError if the model's own code writes to one of the parameters of which it computes with ``copies``.
+    """Raises LayoutError if the model's own code writes to a parameter of which a rank computes with a copy.
 
-    ``factor`` is the part of the layout that makes the copies, and ``why`` says from what. What is written to a copy
-    would be lost. With ``replaced_only`` the copies stay from step to step, so that code may write to them, but not
-    replace them by ``parameter.data = ...``. ``converted`` says that the copies have another dtype than the parameters:
-    code that converts these to their own dtype would then write to the copies. A forward that cannot be recorded is not
-    checked.
+    ``copies`` are the names of these parameters. What is written to a copy would be lost. ``factor`` is the part of the
+    layout that makes the copies, and ``why`` says from what. With ``replaced_only`` the copies stay from step to step,
+    so that code may write to them, but not replace them by ``parameter.data = ...``. ``converted`` says that the copies
+    have another dtype than the parameters: code that converts a parameter to its own dtype, such as
+    ``module.to(torch.float32)``, changes nothing in the plain model, but would replace the copy. A forward that cannot
+    be recorded is not checked.
     """
     if graph is None or not copies:
         return

@@ -15,6 +15,6 @@ def bytes_of(tensor: Tensor) -> Tensor:
     [1, 0, 3, 0, 2, 0, 4, 0]
     """
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    if flat.stride(0) != 1:  # a view with gaps, or of one element many times
+    if flat.stride(0) != 1:  # a view with gaps, or one that repeats a single element
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)

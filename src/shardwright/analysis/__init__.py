@@ -14,8 +14,8 @@ A forward is read in four ways, each on the meta device::
 ``model_graph`` keeps the record of operators that all of planning shares. What is derived from it:
 
 - which dims are cut together: ``run_axes``, by the rules of ``operator_dims``, ``view_dims`` and ``dim_letters``;
-- what a sample's values are made of: ``sample_selections``, ``sample_mixing``, ``sample_windows``, ``sample_loops``,
-  ``loss_means``;
+- which samples each value is computed from: ``sample_selections``, ``sample_mixing``, ``sample_windows``,
+  ``sample_loops``, ``loss_means``;
 - random numbers: ``draws``, by the functions in ``draw_calls``.
 
 How a forward runs without values: ``meta_device``, ``meta_values`` (small constants keep theirs), ``operator_results``,

@@ -18,7 +18,7 @@ _TOLD_BY_TEXT = (*_PLAIN, torch.dtype, torch.device, FunctionType, BuiltinFuncti
 
 
 Counters = frozenset[tuple[str, str]]
-"""Attributes, as (path of a submodule, name), that hold a block's index in the list of blocks, as ``layer_idx``."""
+"""Attributes that hold a block's index in the list of blocks, such as ``layer_idx``, as (submodule path, name)."""
 
 
 def counters(blocks: Iterable[nn.Module]) -> Counters:
@@ -72,7 +72,7 @@ def signature(block: nn.Module, counters: Counters = frozenset()) -> tuple[str, 
         buffers = [(name, b.shape, b.dtype) for name, b in module._buffers.items() if b is not None]
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
         has_own_forward = "forward" in vars(module)
-        # two classes may have one name, as those that a function makes: a class is itself alone
+        # the id of the class, not its name: a function may make several classes of one name
         descriptions.append((path, id(type(module)), repr(settings), tensors, buffers, hooks, has_own_forward))
     return tuple(map(repr, descriptions))
 
@@ -80,9 +80,9 @@ def signature(block: nn.Module, counters: Counters = frozenset()) -> tuple[str, 
 def likeness(block: nn.Module, counters: Counters = frozenset()) -> tuple[object, ...]:
     """Returns a key that is equal for modules with the same :func:`signature` and equal lists, functions and the like.
 
-    These are the attributes that the signature leaves out (:func:`held_objects`). Lists, dicts, sets and objects of
-    frozen dataclasses that hold plain values and functions are compared by their text (``repr``), any other object by
-    its identity. Settings in ``counters`` (:func:`counters`) may differ.
+    Lists, functions and the like are the attributes that the signature leaves out (:func:`held_objects`). Lists, dicts,
+    sets and objects of frozen dataclasses that hold plain values and functions are compared by their text (``repr``),
+    any other object by its identity. Settings in ``counters`` (:func:`counters`) may differ.
 
     >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> one.act, other.act = nn.functional.relu, nn.functional.gelu
@@ -99,8 +99,8 @@ def likeness(block: nn.Module, counters: Counters = frozenset()) -> tuple[object
 def _text_of(value: Any) -> str:
     """Returns the ``repr`` of a list, dict, set or frozen dataclass that holds just plain values and functions, or "".
 
-    A dataclass is described by its fields. The text begins with the ``id`` of the class. Values of other kinds may
-    differ though their texts are equal.
+    A dataclass is described by its fields. The text begins with the ``id`` of the class. Values of other kinds give "",
+    since they may differ even if their texts are equal.
     """
     kind = type(value)
     params = getattr(kind, "__dataclass_params__", None)

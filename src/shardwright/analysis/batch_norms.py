@@ -37,7 +37,7 @@ def iterates(module: nn.Module) -> bool:
 def sees_batch(module: nn.Module) -> bool:
     """Returns whether a module is of a kind that, in training, computes statistics over the samples of a batch.
 
-    These are every BatchNorm, and InstanceNorm with ``track_running_stats``. The module's current mode does not matter.
+    Every BatchNorm does, and InstanceNorm with ``track_running_stats``. The module's current mode does not matter.
 
     >>> sees_batch(nn.BatchNorm1d(2)), sees_batch(nn.InstanceNorm1d(2))
     (True, False)
@@ -103,9 +103,9 @@ def is_frozen(module: nn.Module) -> bool:
 def ignore_batch_statistics(model: nn.Module) -> None:
     """Replaces the forwards of a model's BatchNorms, so that a batch of one sample, or of none, raises no error.
 
-    It is for models on the meta device: the new forwards return results of the right shape, and neither compute nor
-    update statistics. The model is changed in place. The BatchNorms are those that :func:`batch_norms` yields; the
-    code of subclasses runs as it is, except for its calls of ``functional.batch_norm``.
+    Use it for models on the meta device: the new forwards return results of the right shape, and neither compute nor
+    update statistics. The model is changed in place. The BatchNorms are those that :func:`batch_norms` yields. The code
+    of subclasses runs as it is, except for its calls of ``functional.batch_norm``.
 
     >>> import torch
     >>> model = nn.BatchNorm1d(2, device="meta")
@@ -158,7 +158,7 @@ def _without_statistics(forward: Callable[..., Any], *args: Any, **named: Any) -
 class _IgnoresBatch(TorchFunctionMode):
     """A torch function mode in which ``batch_norm`` accepts any batch, and returns a result of the right shape.
 
-    It normalizes by zeros in place of statistics, as in evaluation, and updates none.
+    ``batch_norm`` then normalizes as in evaluation, with zeros in place of running statistics, and updates none.
     """
 
     def __torch_function__(

@@ -71,7 +71,7 @@ class ChunkedModel:
 
     @cached_property
     def nodes(self) -> Mapping[fx.Node, int | None]:
-        """The chunk that runs each node of the graph, or None if every chunk that needs it computes it for itself."""
+        """The chunk that runs each node of the graph; None if every chunk that needs a node's result runs the node."""
         chunks: dict[fx.Node, int | None] = {}
         for node, site in sites(self.graph):
             before = [chunks[value] for value in node.all_input_nodes]
@@ -130,7 +130,7 @@ class ChunkedModel:
     def nodes_of(self, chunk: int) -> tuple[fx.Node, ...]:
         """Returns the graph nodes that one chunk runs, in order.
 
-        These are the nodes assigned to the chunk, and those that it needs and every chunk computes for itself: reads of
+        These are the nodes assigned to the chunk, and needed nodes that every chunk runs for itself: reads of
         parameters and buffers, and operators that depend on the model's inputs alone.
         """
         needed: set[fx.Node] = set()
@@ -191,7 +191,7 @@ class ChunkedModel:
 
     @cached_property
     def _callers(self) -> dict[str, str | None]:
-        """A cache, by module: the module that the graph calls, itself or one around it, or None."""
+        """A cache that maps a module to the module in the graph whose call runs it: itself, one around it, or None."""
         return {}
 
     def times(self, module: str, num_calls: int, chunks: Collection[int]) -> tuple[int, ...]:
@@ -356,7 +356,7 @@ def _callee(model: nn.Module, node: fx.Node) -> Callable[..., Any] | None:
         call = node.target
     elif node.op == "get_attr":
         path, _, name = str(node.target).rpartition(".")
-        call = partial(getattr, model.get_submodule(path), name)  # looked up in each run: the tensor may be another
+        call = partial(getattr, model.get_submodule(path), name)  # looked up in each run, since it may be replaced
     elif node.op == "call_method":
         call = partial(_call_method, str(node.target))
     return torch.no_grad()(call) if call is not None and node.meta.get(NO_GRADIENT, False) else call

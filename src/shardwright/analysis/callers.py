@@ -1,7 +1,7 @@
 """Allowed callers of a sharded layer: only the code that was traced when the layer was found to be shardable.
 
-A column-parallel layer returns a shard of the features. Its own module's code is known to expect that; other code is
-not, so a layer with a call from elsewhere stays whole::
+A column-parallel layer returns a shard of the features. The traced code is known to expect a shard. Other code is not,
+so a layer that is called from elsewhere stays whole::
 
     class AE(nn.Module):                      # up and down form a pair in AE's own forward ...
         def encode(self, x): return relu(self.up(x))
@@ -79,10 +79,10 @@ def plain_containers(model: nn.Module) -> frozenset[str]:
 
 
 def called_elsewhere(model: nn.Module, allowed_callers: Mapping[str, AllowedCallers]) -> set[str]:
-    """Returns the names of those layers in ``allowed_callers`` that are also called by code that is not allowed to.
+    """Returns the names of the layers in ``allowed_callers`` that are also called by code that may not call them.
 
-    To find such calls, the modules that contain a layer's owner (the module in whose code it was found to be shardable)
-    are traced; code that cannot be traced is skipped.
+    To find such calls, the modules around a layer's owner are traced. The owner is the module whose code showed that
+    the layer can be sharded. Code that cannot be traced is skipped.
 
     >>> layers = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> class Looking(nn.Module):
@@ -98,7 +98,7 @@ def called_elsewhere(model: nn.Module, allowed_callers: Mapping[str, AllowedCall
     around = {path for allowed in allowed_callers.values() for path in _ancestors(allowed.owner)} - containers
     for path in sorted(around, key=lambda ancestor: -len(list(_ancestors(ancestor)))):  # innermost first
         prefix = f"{path}." if path else ""
-        # an untraceable module in between hides its calls from the modules around it
+        # an untraceable module hides its calls from traces of the modules around it
         inside = {
             layer: allowed
             for layer, allowed in allowed_callers.items()

@@ -1,6 +1,6 @@
-"""Finds the call of ``torch.utils.checkpoint``, or of a like function, inside of which a model's code is running.
+"""Finds the call of ``torch.utils.checkpoint``, or of a similar function, inside of which a model's code is running.
 
-The backward of such a call runs the function again that the model has passed to it.
+The model passes a function to such a call, and the backward runs that function again.
 
 The library's own activation checkpointing is not meant: it runs the forward of whole modules again.
 """
@@ -25,9 +25,9 @@ from shardwright.errors import PlanError
 OF_REENTRANT = "run_function"
 """The attribute of ``ctx`` in which reentrant checkpoints, torch's and others, keep the function to call again."""
 _FUNCTIONS = ("recompute_fn", OF_REENTRANT)
-"""The attributes under which a checkpoint keeps the function that a backward calls again.
+"""The attributes in which a checkpoint keeps the function that a backward calls again.
 
-The first is that of torch's frames, the second that of the ``ctx`` of reentrant checkpoints, of torch's and others.
+The first is an attribute of torch's checkpoint frames, the second one of the ``ctx`` of reentrant checkpoints.
 """
 
 
@@ -35,9 +35,10 @@ _T = TypeVar("_T")
 
 
 class CheckpointCall:
-    """A checkpoint whose forward is running: ``place`` keeps the function that the backward will call again.
+    """A checkpoint whose forward is running; ``place`` is the object that keeps the function for the backward.
 
-    ``place`` is torch's frame of the checkpoint; or, if it is reentrant, autograd's node of the call, its ``ctx``.
+    ``place`` is torch's frame object of the checkpoint (``_CheckpointFrame``) or, if the checkpoint is reentrant, its
+    ``ctx``, which is autograd's node of the call.
     """
 
     def __init__(self, place: Any) -> None:
@@ -46,7 +47,7 @@ class CheckpointCall:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known where the function is kept."""
+        """Whether ``place`` has a known attribute in which it keeps the function."""
         return bool(self._name)
 
     @property
@@ -67,10 +68,10 @@ class CheckpointCall:
             setattr(self.place, self._name, function)
 
     def kept(self, name: str, kind: Callable[[], _T], within: Callable[[_T], AbstractContextManager[Any]]) -> _T:
-        """Returns what was kept with the function under ``name``, in the forward, for use in the backward.
+        """Returns a container that the forward fills and the backward reads; it is kept with the function as ``name``.
 
-        The first call of a checkpoint keeps ``kind()``, an empty list or dict to be filled. The backward then calls the
-        function inside of the context ``within(kept)``.
+        The first call for a checkpoint makes the container by ``kind()``, an empty list or dict. The backward calls the
+        function inside of the context that ``within(container)`` returns.
         """
         if not hasattr(self.function, name):
             again, store = self.function, kind()
@@ -87,12 +88,12 @@ class CheckpointCall:
 
 
 def checkpoint_call(within: CodeType) -> CheckpointCall | None:
-    """Returns the checkpoint inside of whose forward the caller's code runs; None outside of one.
+    """Returns the checkpoint inside of whose forward the caller's code runs, or None if it runs inside of none.
 
-    Only checkpoints are looked for that were called by the innermost running function with the code ``within``, or by
-    what it called.
+    The search ends at the innermost running function that has the code ``within``: checkpoints that were called
+    outside of that function do not count.
 
-    Raises: PlanError: the caller's code is inside of several, one in the other.
+    Raises: PlanError: the caller's code runs inside of several nested checkpoints.
 
     >>> found = []
     >>> def run(x):
@@ -119,7 +120,7 @@ def checkpoint_call(within: CodeType) -> CheckpointCall | None:
 def checkpoints_around() -> Sequence[CheckpointCall]:
     """Returns the checkpoints inside of whose forwards the caller's code runs, innermost first.
 
-    None is found where saved-tensor hooks inside of a checkpoint keep what autograd saves.
+    The result is empty if saved-tensor hooks inside of the checkpoint, instead of it, keep what autograd saves.
     """
     if torch.is_grad_enabled() and not is_in_checkpoint():
         return ()
@@ -127,7 +128,7 @@ def checkpoints_around() -> Sequence[CheckpointCall]:
 
 
 def saved_by() -> Any:
-    """Returns the pack function of the innermost ``saved_tensors_hooks``, as of a checkpoint; None if there is none."""
+    """Returns the pack function of the innermost ``saved_tensors_hooks``, which a checkpoint may have set, or None."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
@@ -137,9 +138,10 @@ def prepare_checkpoint(
 ) -> None:
     """Prepares the checkpoint inside of whose forward the caller's code runs, if any, for code that runs on shards.
 
-    ``prepared(inputs)`` is called once for each checkpoint, with its positional inputs. It returns a function that the
-    backward calls with these inputs, for a context in which it runs the code again. If hooks around the checkpoint have
-    saved the inputs, the backward has other tensors, without the attributes of the first ones.
+    ``prepared(inputs)`` is called once for each checkpoint, with its positional inputs. It returns a function that
+    takes the inputs which the backward has, and returns a context in which the backward runs the code again. If hooks
+    around the checkpoint have saved the inputs, the backward has other tensors, which lack the attributes of the
+    originals.
     """
     frame = _frame_of(saved_by())
     if frame is None or isinstance(frame.recompute_fn, _Prepared):
@@ -151,7 +153,7 @@ def prepare_checkpoint(
 
 
 def is_in_checkpoint() -> bool:
-    """Returns whether a checkpoint without reentry keeps what autograd saves here, and no hook inside of it does."""
+    """Returns whether the innermost hook that keeps what autograd saves belongs to a checkpoint without reentry."""
     return _frame_of(saved_by()) is not None
 
 
@@ -159,7 +161,7 @@ _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 
 
 class _Prepared:
-    """The function of a checkpoint, run in the context that ``prepare`` returns for the inputs it is run on."""
+    """The function of a checkpoint, run in the context that ``prepare`` returns for the function's inputs."""
 
     def __init__(
         self, function: Callable[..., Any], prepare: Callable[[Sequence[Any]], AbstractContextManager[Any]]
@@ -172,7 +174,7 @@ class _Prepared:
 
 
 def _frame_of(hook: Any) -> _CheckpointFrame | None:
-    """Returns the checkpoint whose hook packs what autograd saves in its forward; None for any other hook."""
+    """Returns the checkpoint that a saved-tensor hook belongs to, or None for any other hook."""
     cells = getattr(hook, "__closure__", None) or ()
     return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, _CheckpointFrame)), None)
 
@@ -187,8 +189,8 @@ def _frame_in(call: FrameType) -> _CheckpointFrame | None:
 def _places(within: CodeType | None) -> Iterator[CheckpointCall | None]:
     """Yields the checkpoints whose forwards are running in this thread, innermost first, up to a call of ``within``.
 
-    If ``within`` is None, all are yielded. None stands for a checkpoint of torch that keeps nothing now, because
-    gradients are off around it: its forward may run again when a checkpoint around it repeats its own.
+    If ``within`` is None, all are yielded. A yielded None stands for a checkpoint of torch that keeps no function,
+    because gradients are off around it. Its forward may still run again, as part of an outer checkpoint's function.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not within:

@@ -22,9 +22,9 @@ class _Chunked(Protocol):
 def chunks_by_parameter(chunked: _Chunked) -> dict[str, list[int]]:
     """Returns the chunks that use each parameter and buffer, by name, in the order of the model's modules.
 
-    A name that no chunk uses gets one chunk, that of the used name before or behind it with which it shares more
-    modules around it; of the name before it if these are as many. So the heads of a model lie on one stage, also if the
-    example calls one of them and later batches another, with the buffers of each.
+    A name that no chunk uses gets the chunk of its nearest used neighbor in that order, before or after it: of the
+    neighbor that shares more enclosing modules with it, or on a tie of the one before it. So all heads of a model and
+    their buffers lie on one stage, also if the example calls one head and later batches call another.
 
     >>> class Chunked:
     ...     num_chunks = 2
@@ -38,7 +38,7 @@ def chunks_by_parameter(chunked: _Chunked) -> dict[str, list[int]]:
     for chunk in range(chunked.num_chunks):
         for name in chunked.weights_of(chunk):
             used.setdefault(name, []).append(chunk)
-    # a tied name is that of the module where it comes first
+    # a tied parameter has the name of the first module that has it
     names = [name for path, weights in chunked.names.items() for name in weights if name.rpartition(".")[0] == path]
     names = list(dict.fromkeys([*names, *used]))
     before, behind = _last_used(names, used), _last_used(reversed(names), used)

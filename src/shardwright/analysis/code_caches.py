@@ -1,7 +1,7 @@
 """Keeps meta tensors out of the caches that a model's code fills: ``lru_cache``, global variables, class attributes.
 
-A model is run on the meta device to record it. Code that computes a table of positions once, and keeps it by its length
-and device, would then hand a tensor without values to every later forward of the process.
+A model is run on the meta device to record it. Some code computes a table of positions once, and caches it by length
+and device. After a record, that cache would give a tensor without values to every later forward of the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 LRU_CACHE: type = type(lru_cache(lambda: None))
 """The class of functions that :func:`functools.lru_cache` and :func:`functools.cache` return."""
 _DICTS = (dict, OrderedDict, defaultdict)
-"""The classes of global dicts that are put back; other subclasses may import modules when their items are read."""
+"""The classes of global dicts whose contents are restored; other subclasses may import modules when read."""
 _INSTALLED = (
     *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     site.getusersitepackages(), *site.getsitepackages(),
@@ -34,13 +34,12 @@ _INSTALLED = (
 def code_caches_put_back(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
     """Returns a context after which the caches of a model's code hold no meta tensor that they did not hold before.
 
-    It yields a list that has, once the context has ended, the tensors that were taken out of variables, dicts, lists
-    and attributes, each with the name of the variable or attribute.
+    The context yields a list. Once the context has ended, the list has the tensors that were taken out of variables,
+    dicts, lists and attributes, each with the name of the variable or attribute.
 
-    Looked at are the caches of the modules of Python in which the model's classes are defined, and of those that these
-    import from the same package or from files beside it: functions with ``lru_cache`` or ``cache``, which are emptied,
-    and global variables, dicts and lists and the classes' own attributes, which get back all that they held before.
-    Ranks that are threads may use it at once.
+    The context covers the Python modules that define the model's classes, and the user's own modules that these import
+    from. Caches of functions with ``lru_cache`` or ``cache`` are emptied. Global variables, dicts and lists, and the
+    classes' own attributes, get back what they held before. Ranks that are threads may use the context at once.
 
     >>> import torch
     >>> class Model(nn.Module):
@@ -60,7 +59,8 @@ def code_caches_put_back(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]
     names = [vars(module) for module in modules]
     values = [variable for namespace in (*names, *map(vars, classes)) for variable in list(namespace.values())]
     dicts = [*names, *(variable for variable in values if type(variable) in _DICTS)]
-    before = [(table, dict(table)) for table in dicts if table is not sys.modules]  # which a module may hold by a name
+    # a user's module may have a global variable for ``sys.modules``, which must not be restored
+    before = [(table, dict(table)) for table in dicts if table is not sys.modules]
     lists = [(variable, list(variable)) for variable in values if type(variable) is list]
     attributes = [(kind, dict(vars(kind))) for kind in classes]
     cache_infos = [(cache, cache.cache_info()) for cache in (*functions, *own_functions)]
@@ -69,8 +69,7 @@ def code_caches_put_back(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]
     def note(value: Any, name: str, holder: Any = None) -> None:
         """Appends each meta tensor in ``value`` to ``taken``, with a name for errors.
 
-        It is the name of the global variable or class attribute whose value is ``holder``. Where there is none, or no
-        holder is given, it is ``name``.
+        That is the name of the global variable or class attribute whose value is ``holder``, or else ``name``.
         """
         variables = (item for namespace in (*names, *map(vars, classes)) for item in list(namespace.items()))
         name = next((label for label, other in variables if other is holder), name) if holder is not None else name
@@ -80,7 +79,8 @@ def code_caches_put_back(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]
         yield taken
     finally:
         for function, info in cache_infos:
-            if function.cache_info()[1:] != info[1:] and any(map(_has_meta, _results(function))):  # but for its hits
+            # compared without the number of hits, which stores nothing
+            if function.cache_info()[1:] != info[1:] and any(map(_has_meta, _results(function))):
                 function.cache_clear()
         for entries, were in lists:
             if len(entries) != len(were) and any(map(_has_meta, entries)):
@@ -106,12 +106,11 @@ def code_caches_put_back(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]
 
 @lru_cache(maxsize=64)
 def _caches_of(classes: frozenset[type]) -> tuple[tuple[Any, ...], tuple[ModuleType, ...], tuple[type, ...]]:
-    """Returns where the code of some classes may keep tensors: cached functions, Python modules, and the classes.
+    """Returns where the code of some classes may keep tensors: cached functions, Python modules, and classes.
 
-    The functions have an ``lru_cache``. The classes are those given and their bases. The result is cached.
-
-    Classes of torch and of this library are left out. The Python modules are the ones that define the classes and their
-    bases, and the user's own modules that those import from.
+    The cached functions have an ``lru_cache``. The classes are ``classes`` and their bases, without those of torch and
+    of this library. The Python modules are the ones that define these classes, and the user's own modules that they
+    import from. The result is cached.
     """
     kinds = {kind for cls in classes for kind in cls.__mro__ if isinstance(kind.__module__, str)}
     user_kinds = tuple(
@@ -136,9 +135,9 @@ def _caches_of(classes: frozenset[type]) -> tuple[tuple[Any, ...], tuple[ModuleT
 
 
 def _home_of(value: Any) -> ModuleType | None:
-    """Returns the module of Python that a value is, or in which a function or class is defined; or None.
+    """Returns a value that is a Python module, or the module that defines a function or class; None for other values.
 
-    No attribute of any other object is read, since reading one may import something, or fail.
+    No attribute of other values is read, since that may import something, or fail.
     """
     kind = type(value)
     if issubclass(kind, ModuleType):
@@ -159,9 +158,10 @@ def _is_own(module: ModuleType, packages: set[str]) -> bool:
 
 
 def _cached(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yields each function with an ``lru_cache`` that a value is or wraps, as a method, a property or a closure does.
+    """Yields the functions with an ``lru_cache`` among a value and the functions that it wraps.
 
-    Ids of the closures that have been searched are added to ``seen``, and closures in it are skipped.
+    A value may wrap a function as a static method, a class method, a property or a closure. Ids of the closures that
+    have been searched are added to ``seen``, and closures in it are skipped.
     """
     waiting = [value]
     while waiting:
@@ -183,7 +183,7 @@ def _cached(value: Any, seen: set[int]) -> Iterator[Any]:
 def _results(function: Any) -> Iterator[Any]:
     """Yields the arguments and results in a function's ``lru_cache``, and other objects that the function refers to.
 
-    Python has no other way to read such a cache than to ask what its garbage collector follows from the function.
+    Python can read such a cache only by asking its garbage collector for the objects that the function refers to.
     """
     for held in gc.get_referents(function):
         yield from list(held.values()) if type(held) is dict else (held,)
@@ -193,6 +193,6 @@ _HOLDS = (Tensor, dict, list, tuple, set)
 
 
 def _has_meta(value: Any) -> bool:
-    if not issubclass(type(value), _HOLDS):  # as most values are
+    if not issubclass(type(value), _HOLDS):  # a shortcut for most values
         return False
     return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(value))

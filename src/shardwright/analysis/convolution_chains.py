@@ -167,7 +167,7 @@ class _ChainSearch:
         if any(not inside.issuperset(node.users) for node in inside - {last}):
             raise _NoChainError  # a user outside of the chain would get a shard of the channels
         if any(before in inside for node in part.firsts for before in node.all_input_nodes):
-            raise _NoChainError  # a first layer needs all in-channels, and would get another layer's shard
+            raise _NoChainError  # a first layer needs all in-channels, but would get a shard from another layer
         calls = (node for node in dict.fromkeys(part.between) if node.op == "call_module")
         between = tuple(node for node in calls if self._depends_on_channels(node))
         for node in between:
@@ -226,8 +226,8 @@ class _ChainSearch:
     def _flat_part(self, node: fx.Node, in_features: int) -> _ChainPart:
         """Returns the part of a chain up to a flattened value, in which each channel has become several features.
 
-        The number of features is noted in the ``meta`` of the nodes behind the flatten. Without such a part it raises
-        _NoChainError.
+        The number of features is noted in the ``meta`` of the nodes after the flatten. Raises _NoChainError if there is
+        no such part.
         """
         if _is_flatten(node, self.root):
             part = self._part(node.all_input_nodes[0])

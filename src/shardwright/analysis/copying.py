@@ -58,7 +58,7 @@ def copied(model: M, memo: dict[int, Any]) -> M:
     backup = dict(memo)
     try:
         return _copied(model, memo)
-    except RuntimeError:  # deepcopy's refusal of a tensor with a history; looking for them costs a walk
+    except RuntimeError:  # deepcopy refuses tensors with a history; they are searched for only now, as that takes time
         histories = [
             value for _, value in outside_registration(model) if isinstance(value, Tensor) and not value.is_leaf
         ]
@@ -82,12 +82,12 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
         namespace = memo[id(module)].__dict__
         for name, value in vars(module).items():
             kind = type(value)
-            if kind in ATOMS or kind is staticmethod:  # deepcopy refuses it; its function is rebuilt below
+            if kind in ATOMS or kind is staticmethod:  # deepcopy refuses static methods, which are rebuilt below
                 namespace[name] = value
-            elif isinstance(value, Tensor) and value.layout != torch.strided:  # deepcopy takes no compressed one
+            elif isinstance(value, Tensor) and value.layout != torch.strided:  # deepcopy refuses compressed tensors
                 namespace[name] = memo.setdefault(id(value), value.detach().clone())
             elif kind in COLLECTIONS and not value and name in MODULE_ATTRIBUTES:
-                namespace[name] = memo.setdefault(id(value), kind())  # a hook's handle refers to it
+                namespace[name] = memo.setdefault(id(value), kind())  # in the memo, since hook handles refer to it
             elif name in REGISTERED and kind in DICTS and known_ids.issuperset(map(id, value.values())):
                 items = ((key, None if entry is None else memo[id(entry)]) for key, entry in value.items())
                 namespace[name] = memo.setdefault(id(value), kind(items))
@@ -111,15 +111,15 @@ class _CopiedFunctions:
     def __init__(self, memo: dict[int, Any]) -> None:
         self.memo = memo
         self._done: dict[int, tuple[Any, Any]] = {}  # by id: a part of the copy, and what has replaced it
-        self._apart: dict[int, Any] = {}  # by id: objects that hold nothing of the original
+        self._apart: dict[int, Any] = {}  # by id: objects that hold no part of the original
         self._owned: set[int] = set()
-        self._size = 0  # of the memo when _owned was made from it
+        self._size = 0  # the size of the memo when _owned was made from it
         self._filled: set[int] = set()
 
     def rebind(self, model: nn.Module) -> None:
         """Replaces functions in the attributes of every module of the copied ``model``.
 
-        Raises PlanError for one that cannot be rebuilt.
+        Raises PlanError for a function that cannot be rebuilt.
         """
         modules: dict[str, nn.Module] = dict(model.named_modules())
         self._done.update((id(module), (module, module)) for module in modules.values())
@@ -180,7 +180,7 @@ class _CopiedFunctions:
         if type(value) is staticmethod:
             inner = self._inside(value.__func__)
             return value if inner is value.__func__ else staticmethod(inner)
-        if isinstance(value, BuiltinMethodType):  # deepcopy shares these
+        if isinstance(value, BuiltinMethodType):  # deepcopy does not copy built-in methods
             owner = self._of(value.__self__)
             return value if owner is value.__self__ else getattr(owner, value.__name__)
         if type(value) is weakref.ref:
@@ -260,10 +260,10 @@ def _same(one: Any, other: Any) -> bool:
 def check_apart(model: nn.Module, other: nn.Module) -> None:
     """Raises PlanError if the copy ``other`` of a model still holds a module, parameter or buffer of ``model`` itself.
 
-    It looks where a copy may have missed one: in plain attributes, containers, closures, hooks, classes, and globals
-    that functions read. Registered parameters, buffers and submodules are not checked, because a copy may share
-    them on purpose. A class may hold a module of torch that has nothing of its own, such as ``nn.SiLU``. The error
-    names the module, parameter or buffer.
+    Searched are plain attributes, containers, closures, hooks, classes, and globals that functions read, where a copy
+    may have missed something. Registered parameters, buffers and submodules are not checked, because a copy may share
+    them on purpose. A class may hold a torch module without parameters, buffers or hooks, such as ``nn.SiLU``. The
+    error names the module, parameter or buffer.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> check_apart(model, copied(model, {}))
@@ -304,7 +304,7 @@ def _may_be_shared(value: Any) -> bool:
 def _held_by_classes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields the class attributes, and the functions with their closures, of the classes of a model's modules.
 
-    Left out are lists and dicts that no code of a forward names, as a class has that keeps all of its instances.
+    Left out are lists and dicts of modules that no code of a forward names, such as a list of all instances of a class.
     """
     seen: dict[int, Any] = {}
     every = {kind for module in model.modules() for kind in type(module).__mro__}
@@ -314,7 +314,7 @@ def _held_by_classes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for kind in kinds:
         for name, value in vars(kind).items():
             if name == "__init__":
-                continue  # it has run
+                continue  # a constructor does not run again
             if _may_be_shared(value):
                 continue
             if isinstance(value, list | dict | set) and any(isinstance(x, nn.Module) for _, x in reached(value, {})):
@@ -334,9 +334,10 @@ def _is_followed(function: Any) -> bool:
 
 
 def _named_in_forwards(model: nn.Module, kinds: Iterable[type]) -> set[str]:
-    """Returns all names in the code of the forwards of ``kinds``, and in that of functions which these name.
+    """Returns all names in the code of the forwards of ``kinds``, and in the code of functions that these call by name.
 
-    Such are attributes of ``kinds`` and global functions. What the model holds in attributes and hooks counts too.
+    Such functions are attributes of ``kinds`` and global functions. Functions that the model holds in attributes and
+    hooks count too.
     """
     waiting = [part for _, part in outside_registration(model) if isinstance(part, FunctionType)]
     functions = defaultdict[str, list[FunctionType]](list)

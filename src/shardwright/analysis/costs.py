@@ -36,9 +36,9 @@ from shardwright.dispatch_mode import DispatchMode
 from shardwright.models.eval_mode import eval_mode
 
 WORK_PER_ELEMENT = 16
-"""The FLOPs that take as long as reading and writing one element; a guess between CPU and GPU.
+"""The FLOPs that take as long as reading and writing one element; a guess between the values of CPUs and GPUs.
 
-Work in this unit only weighs calls against each other. :func:`time_layers` measures seconds instead.
+Work is used only to weigh calls against each other. :func:`time_layers` measures seconds instead.
 """
 FLOPS_PER_S = 50e9
 """The FLOPs per second that convert counted work into seconds; a guess for one CPU core.
@@ -64,7 +64,7 @@ class Cost(NamedTuple):
 class CostCounting(DispatchMode):
     """A dispatch mode that adds up the work of all operators that run inside it, and the bytes of their results.
 
-    Views count neither. Parameters are not counted, so ``parameter_bytes`` of the results is 0.
+    A view adds no work and no bytes. Parameters are not counted, so ``parameter_bytes`` of the results is 0.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ def _key_of(
     """Returns a cache key that is equal for module calls of equal cost, or None for a call that cannot be compared.
 
     A call cannot be compared if its module has hooks, or if values of its tensors are known, which its code may read.
-    Of ``args`` only the first ``num_given`` are in the key.
+    Only the first ``num_given`` of ``args`` are part of the key.
     """
     if not isinstance(call, nn.Module) or has_hooks(call, inside=True):
         return None
@@ -223,10 +223,10 @@ def counted(model: nn.Module, graph: fx.Graph, example: Any, num_tokens: int) ->
 def measured(costs: Mapping[CallSite, Cost], seconds: Mapping[str, float]) -> dict[CallSite, Cost]:
     """Returns ``costs`` with the work of each call computed from the measured time of its module.
 
-    ``seconds`` gives the seconds spent in modules, by name; they are multiplied by ``FLOPS_PER_S`` to give work. The
-    time of a module is its own entry in ``seconds``, or else the sum of the entries inside it; its calls get equal
-    shares of that time. The work of all other calls is multiplied by one factor: the work that was measured, divided by
-    the work counted for the same calls.
+    ``seconds`` gives the seconds spent in modules, by name. The time of a module is its own entry in ``seconds``, or
+    else the sum of the entries of modules inside it; its calls get equal shares of that time. Work is seconds times
+    ``FLOPS_PER_S``. The work of calls without a time is multiplied by one factor: the measured work of the calls with a
+    time, divided by the work that was counted for them.
 
     >>> costs = {CallSite("a"): Cost(10.0), CallSite("b"): Cost(20.0), CallSite("c"): Cost(30.0)}
     >>> found = measured(costs, {"a": 1.0, "b.x": 1.5, "b.y": 0.5})
@@ -285,7 +285,7 @@ def time_layers(model: nn.Module, inputs: Any, repeats: int = 5) -> dict[str, fl
 
 
 def _bytes(call: Any) -> int:
-    """Returns the bytes of the parameters of the module that is called, also where it is called without gradients."""
+    """Returns the bytes of the parameters of a called module, also if ``call`` is a wrapper without gradients."""
     module = inspect.unwrap(call)
     return sum(p.numel() * p.element_size() for p in module.parameters()) if isinstance(module, nn.Module) else 0
 

@@ -23,14 +23,14 @@ _MOVES = frozenset(MOVES.values())
 _PLAIN = frozenset((Tensor, nn.Parameter))
 
 TAKES_GRADIENT = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
-"""The functions by which a forward takes a gradient itself. They want the tensors that it computed with, not copies."""
+"""The functions by which a forward takes a gradient itself. They need the tensors that the forward used, not copies."""
 
 
 def without_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Returns the arguments of a ``Tensor.to`` call besides the device, as (positional, named), or None if none remain.
 
-    Kept are a dtype, a memory format, a tensor whose dtype to take, and that the result is to be a copy, into which
-    code may write. ``non_blocking`` is dropped with the device.
+    Kept are a dtype, a memory format, a tensor that gives the dtype, and ``copy=True``, since code may write into the
+    copy. ``non_blocking`` is dropped with the device.
 
     >>> without_device(("cuda:1",), {}), without_device((torch.float16,), {})
     (None, ((torch.float16,), {}))
@@ -41,14 +41,14 @@ def without_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tup
     """
     rest = tuple(arg for arg in args if isinstance(arg, Tensor | fx.Node | torch.dtype))
     kept = {name: value for name, value in named.items() if name in ("dtype", "other", "memory_format")}
-    flags = [arg for arg in args if isinstance(arg, bool)]  # of positional ones the second is copy
+    flags = [arg for arg in args if isinstance(arg, bool)]  # positional flags are (non_blocking, copy)
     if named.get("copy") or flags[1:] == [True]:
         kept["copy"] = True
     return (rest, kept) if rest or kept else None
 
 
 def _names_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """Returns whether the arguments of a ``Tensor.to`` call name a device, or a tensor whose device to take."""
+    """Returns whether the arguments of a ``Tensor.to`` call name a device, or a tensor that gives the device."""
     return any(isinstance(arg, str | int | torch.device | Tensor) for arg in args[:1]) or bool(
         {"device", "other"} & named.keys()
     )
@@ -56,13 +56,13 @@ def _names_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
 
 _OF_NUMBERS = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
 
-DEVICE = Tensor.device.__get__  # what a function mode sees of ``tensor.device``
+DEVICE = Tensor.device.__get__  # the function that a function mode sees when code reads ``tensor.device``
 
 
 _WRITES = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__")
 )
-"""The names of operators that write into their first argument, beside functions whose name ends in one ``_``."""
+"""The names of operators that write into their first argument; so do functions whose name ends in one ``_``."""
 
 _BEFORE = "_shardwright_before"
 """The name of the attribute that keeps, on a tensor that became a meta tensor, the storage that it had before."""
@@ -72,7 +72,7 @@ _MADE = "_shardwright_made"
 
 
 def mark_made(result: Any, args: tuple[Any, ...]) -> Any:
-    """Marks a CPU tensor that a function called with ``args`` has returned as made in this forward; returns it."""
+    """Marks a function's ``result`` as made in this forward, if it is a CPU tensor and none of ``args``; returns it."""
     if type(result) is Tensor and not result.is_meta and all(result is not arg for arg in args):
         setattr(result, _MADE, True)
     return result
@@ -87,10 +87,10 @@ def _writes(function: Callable[..., Any]) -> bool:
 def to_meta_if_written(function: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
     """Turns a CPU tensor into a meta tensor, in place, if a torch function is about to write meta tensors into it.
 
-    Code often makes ``torch.zeros(...)`` without a device and fills it with what layers compute. Without this the
-    values would be written into a copy of it on the meta device, and a record would not have the write. A view becomes
-    one together with what it is a view of. A tensor that was not marked by :func:`mark_made`, such as a global one of
-    the user's, stays as it is, and so does one of which there are other views.
+    Code often makes ``torch.zeros(...)`` without a device and fills it with what layers compute. Without this function
+    the values would be written into a copy of the tensor on the meta device, and a record would lack the write. A view
+    is turned into a meta tensor together with its base. A tensor that :func:`mark_made` has not marked, such as a
+    global tensor of the user's, stays as it is, and so does a tensor that has other views.
 
     >>> made, computed = mark_made(torch.zeros(2, 3), ()), torch.empty(3, device="meta")
     >>> to_meta_if_written(Tensor.__setitem__, (made, 0, computed), {})
@@ -111,16 +111,16 @@ def to_meta_if_written(function: Callable[..., Any], args: tuple[Any, ...], name
             _swap(base, meta_base)
             return
         place = target.shape, target.stride(), target.storage_offset()
-        view = torch.empty(0, dtype=base.dtype, device="meta")  # of the same storage, but it does not hold its base
+        view = torch.empty(0, dtype=base.dtype, device="meta")  # will share the storage without a reference to the base
         view.set_(meta_base.untyped_storage(), place[2] - base.storage_offset(), *place[:2])
         if _swap(target, view):
-            del view  # it holds the base now
+            del view  # after the swap it is the old view, which holds the base
             if not _swap(base, meta_base):
                 torch.utils.swap_tensors(target, base.as_strided(*place))
 
 
 def _swap(tensor: Tensor, made: Tensor) -> bool:
-    """Turns ``tensor`` into ``made`` in place and returns True; returns False if it has views, which prevent that.
+    """Turns ``tensor`` into ``made`` in place and returns True; returns False if views of ``tensor`` prevent that.
 
     The earlier storage is kept alive, since a record knows tensors by the addresses of their storages.
     """
@@ -137,14 +137,14 @@ def _swap(tensor: Tensor, made: Tensor) -> bool:
 def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], device: str) -> Any:
     """Calls a torch function and returns its result; a read of a meta tensor's ``device`` returns ``device`` instead.
 
-    A torch function mode uses it, so that code that branches on the kind of device takes the same branch as in a real
-    run. A ``device`` among the arguments in ``named`` is replaced by the meta device, but for numbers that code makes a
-    tensor of: on the meta device they would be lost.
+    Torch function modes use it, so that code that branches on the kind of device takes the same branch as in a real
+    run. A ``device`` among the arguments in ``named`` is replaced by the meta device. If code makes a tensor from plain
+    numbers, the ``device`` is dropped instead, because the numbers would be lost on the meta device.
     """
     if function == DEVICE and args[0].is_meta:
         return torch.device(device)
     if function is Tensor.type and args[0].is_meta:
-        # torch names the type of a meta tensor "torch.meta.FloatTensor", and refuses that name where it takes one
+        # torch calls the type of a meta tensor "torch.meta.FloatTensor", but does not accept that name as an argument
         kind = args[1] if len(args) > 1 else named.get("dtype")
         if kind is None:
             return torch.empty(0, dtype=args[0].dtype, device="cpu").type()
@@ -158,9 +158,10 @@ def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dic
 
 
 def _under_modes(function: Callable[..., Any], check: str) -> Callable[..., Any]:
-    """Returns a copy of a function of torch that no mode is given, so that modes which are on stay on while it runs.
+    """Returns a copy of a torch function that does not hand its own call to function modes.
 
-    ``check`` is the name by which the function's code asks whether a mode is on.
+    Active function modes therefore stay active while the function runs, and see the calls that it makes. ``check`` is
+    the global name by which the function's code asks whether a mode is active; without it the function is returned.
     """
     asks = check in function.__code__.co_names
     return with_names(function, **{check: lambda _: False}) if asks else function
@@ -170,13 +171,13 @@ _BACKWARDS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.autograd.backward: _under_modes(torch.autograd.backward, "has_torch_function"),
     Tensor.backward: _under_modes(Tensor.backward, "has_torch_function_unary"),
 }
-"""The functions that run a backward, each with a copy during which modes are on."""
+"""The functions that run a backward, each with a copy during which function modes stay active."""
 
 _OF_PACKED = frozenset((
     torch._C._VariableFunctions._pack_padded_sequence, torch._C._VariableFunctions._pad_packed_sequence,
     torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
 ))  # fmt: skip
-"""The functions of packed sequences, whose lengths (the second argument) are on the CPU wherever the sequences are."""
+"""The functions of packed sequences. Their second argument has lengths, which are always on the CPU."""
 
 
 def _is_count(value: Any) -> bool:
@@ -243,9 +244,9 @@ class IgnoresDeviceMoves(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _BACKWARDS:
-            with self:  # what a checkpoint recomputes in a backward calls functions as the forward does
+            with self:  # a checkpoint may run code of the forward again in the backward
                 return _BACKWARDS[func](*args, **(kwargs or {}))
-        # also x.shape and the like: most of all calls
+        # the shortcut for most calls, reads of x.shape and the like included
         is_replaced = func in self._instead
         if not kwargs and len(args) == 1 and type(args[0]) in _PLAIN and func not in _MOVES and not is_replaced:
             return func(*args)
@@ -255,7 +256,7 @@ class IgnoresDeviceMoves(TorchFunctionMode):
             tensors = tensors_of((args, named) if named else args)
             if self._are_mixed(tensors) and func not in TAKES_GRADIENT:
                 if self._device.type == "meta" and _writes(func):
-                    self._on_meta.pop(tensors[0], None)  # its key is a weak reference, with which no tensor is swapped
+                    self._on_meta.pop(tensors[0], None)  # swap_tensors refuses tensors with weak references, as its key
                     to_meta_if_written(func, args, named)
                 counts = args[1] if func in _OF_PACKED and len(args) > 1 and _is_count(args[1]) else None
                 args, named = tree_map_only(Tensor, lambda x: x if x is counts else self._on_device(x), (args, named))
@@ -267,10 +268,10 @@ class IgnoresDeviceMoves(TorchFunctionMode):
         return moved if rest is None else moved.to(*rest[0], **rest[1])
 
     def _are_mixed(self, tensors: list[Tensor]) -> bool:
-        """Returns whether the tensors are on several devices, of which the device of this context is one."""
+        """Returns whether the tensors are on several devices, and one of these is the device of this context."""
         if len(tensors) < 2:
             return False
-        if self._device.type == "meta":  # asked for by most calls of a rehearsal: is_meta is read faster than a device
+        if self._device.type == "meta":  # in a rehearsal most calls come here, and is_meta is faster than .device
             on_meta = [tensor.is_meta for tensor in tensors]
             return not all(on_meta) and any(on_meta)
         devices = {tensor.device.type for tensor in tensors}

@@ -36,7 +36,7 @@ class Role(Enum):
     LOOKUP = auto()
     """The letter numbers the rows of a table from which an index tensor chooses, as in an embedding."""
     GATHER = auto()
-    """Shards along the letter are all-gathered before the operator, which takes the whole of a recurrent state."""
+    """Shards along the letter are all-gathered before the operator, which needs a whole recurrent state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class DimLetters:
     def piece(self, size: int, role: Role = Role.SAME) -> Dim:
         """Adds a letter (independent index) of this size and role, even for size 1, and returns a dim made of it.
 
-        Use it for dims that are concatenated, of which one may have a single element; use :meth:`new` for other dims.
+        Use it for dims that are concatenated, because one of them may have a single element; use :meth:`new` otherwise.
         """
         self.sizes.append(int(size))
         self.roles.append(role)
@@ -96,7 +96,7 @@ class DimLetters:
 DimRule = Callable[[RecordedCall, DimLetters], tuple[Sequence["Dims | None"], Sequence[Dims]]]
 """A function from an operator's call and :class:`DimLetters` to the dims of the operands and of the results.
 
-The entry of an operand is None if its dims are related to no other tensor's, as those of a scalar.
+The entry of an operand is None if its dims are related to no dims of other tensors, as for a scalar.
 """
 
 
@@ -114,7 +114,7 @@ def rule(table: dict[str, DimRule], *names: str) -> Callable[[DimRule], DimRule]
 
 
 def all_whole(call: RecordedCall, a: DimLetters) -> Any:
-    """Returns the dims of a call's operands and of its results, for an operator of which no tensor may be sharded.
+    """Returns the dims of a call's operands and results, for an operator whose tensors must not be sharded.
 
     Each dim is a letter (independent index) of role WHOLE, which is added to ``a``. This is the rule of operators that
     no table lists.

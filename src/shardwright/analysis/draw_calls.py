@@ -75,7 +75,7 @@ KEYED_FUNCTIONS = (
     "dropout, attention with dropout, torch.rand, randn, randint, randperm, normal, bernoulli, multinomial, and "
     "uniform_, normal_, exponential_, random_"
 )
-"""The functions whose numbers do not depend on the layout, as an error lists them."""
+"""The functions whose numbers do not depend on the layout, as text for errors."""
 
 UNKEYED_FIX = "compute the numbers from torch.rand, or draw in the data loader and pass them as an input"
 """The advice in an error about random draws by any other function."""
@@ -101,7 +101,8 @@ def _value(text: str) -> Any:
 class DrawCall:
     """One call of a torch function that draws random numbers: the function, its kind, and its arguments by name.
 
-    ``given`` includes defaults. The arguments that torch names ``self``, ``query`` or ``logits`` are ``input`` there.
+    ``given`` has the arguments, defaults included. Those that torch names ``self``, ``query`` or ``logits`` are named
+    ``input`` there.
     """
 
     function: Callable[..., Any]
@@ -123,7 +124,7 @@ class DrawCall:
 
     @property
     def device(self) -> torch.device:
-        """The device of the result: that of the tensor for which the function draws, or the one it is given."""
+        """The device of the result: the device of the tensor that numbers are drawn for, or the call's argument."""
         x = self.drawn(None)
         return x.device if isinstance(x, Tensor) else self.empty().device
 
@@ -136,21 +137,21 @@ class DrawCall:
     def empty(self, device: Any = None) -> Tensor:
         """Returns an uninitialized result for a function that takes sizes and no tensor, such as ``torch.rand``.
 
-        Integers are the least ones that a call may return. It is on the device that the call names, or else on
+        Integers are the least that the call may return. The result is on the device that the call names, or else on
         ``device``.
         """
         integers = self.name in ("randint", "randperm")
         dtype = self.get("dtype", torch.int64 if integers else torch.get_default_dtype())
         place = self.get("device", device)
-        if integers:  # code may take them for indices
+        if integers:  # code may use them as indices, so they must be valid
             return torch.full(self.size, self.get("low", 0), dtype=dtype, device=place)
         return torch.empty(self.size, dtype=dtype, device=place)
 
     def drawn(self, result: Any) -> Any:
         """Returns the tensor for which numbers are drawn: the call's largest operand, or ``result`` if it has none.
 
-        The operands are the arguments ``input`` (a query, for attention), ``mean`` and ``std``; the first of equal size
-        is taken.
+        The operands are the arguments ``input`` (a query, for attention), ``mean`` and ``std``. Of operands of equal
+        size, the first is taken.
         """
         operands = [self.given.get(name) for name in ("input", "mean", "std")]
         tensors = [operand for operand in operands if isinstance(operand, Tensor)]
@@ -207,7 +208,7 @@ def draw_of(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> D
     elif kind == "attend":
         draws = arguments["dropout_p"] > 0
     elif kind == "recur":
-        packed = not isinstance(arguments["has_biases"], bool)  # torch calls it with another list of parameters
+        packed = not isinstance(arguments["has_biases"], bool)  # packed sequences shift the arguments by one
         if packed:
             arguments = _bound(parameters, (args[0], *args[2:]), named)
         draws = arguments["training"] and arguments["dropout"] > 0 and arguments["num_layers"] > 1
@@ -224,7 +225,7 @@ def draw_of(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> D
 
 
 def draws_numbers(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """Returns whether a torch function call draws random numbers: what :func:`draw_of` describes, or other kinds.
+    """Returns whether a torch function call draws random numbers, also in ways that :func:`draw_of` does not describe.
 
     >>> draws_numbers(torch.poisson, (torch.ones(2),), {}), draws_numbers(torch.relu, (torch.ones(2),), {})
     (True, False)

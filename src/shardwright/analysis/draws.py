@@ -51,10 +51,10 @@ MIXED = SamplePlace(-1)
 """Marks a drawn tensor whose samples are not one factor of one dim, so that it cannot be cut by samples."""
 
 SELECTED = SamplePlace(-2)
-"""Marks a drawn tensor of rows that the code selects by values, as experts do: only a run knows whose rows they are."""
+"""Marks a drawn tensor whose rows code selects by values, as experts do: only a real run shows whose rows they are."""
 
 ALONE = SamplePlace(-3)
-"""Marks a drawn tensor that belongs to one sample and so has no dim of samples, as where code loops over the batch."""
+"""Marks a drawn tensor that belongs to one sample and so has no dim of samples, as in a loop over the batch."""
 
 FIRST = SamplePlace(0)
 """The place of samples in most drawn tensors: dim 0, with no other factor."""
@@ -67,9 +67,9 @@ DrawKey = tuple[str, int, int]
 class FoundDraw(NamedTuple):
     """A draw of a recorded run: its key, the drawn tensor, and the name of the torch function.
 
-    ``generator`` is the one that the code gives the function, with its state then; None for torch's default one.
-    ``is_kept`` says that no checkpoint of the model's code repeats the draw in the backward. ``stop`` is the number of
-    operators that were recorded until then.
+    ``generator`` is the generator that the code passed to the function, with its state at that time; None stands for
+    torch's default generator. ``is_kept`` says that no checkpoint of the model's code repeats the draw in the backward.
+    ``stop`` is the number of operators that were recorded before the draw.
     """
 
     key: DrawKey
@@ -85,14 +85,16 @@ class Draws:
     """The random draws of a model's forward, and in which dim each drawn tensor holds the samples of the batch.
 
     Keys of ``places``, ``num_dims`` (of the drawn tensor) and ``functions`` are (module, number of its call, number of
-    the draw in the call). ``places`` has None for a tensor without samples, :data:`MIXED` for one that cannot be cut by
-    samples, and :data:`SELECTED` for rows that code selects; ``selecting`` are the modules whose code does, and
-    ``routing`` all modules whose code selects by values. ``functions`` names the torch function of each draw.
-    ``others`` names the random generators other than torch's from which the forward draws, and ``seeded`` those of them
-    that it seeds itself, so that it draws the same numbers each time. ``across`` lists modules in which the samples of
-    a batch meet, with the function by which they do (:func:`meetings`). ``backwards`` names the user's autograd
-    functions whose backward draws. ``seeds`` are the keys of the draws from a ``torch.Generator`` that the forward
-    makes or seeds, which are the same numbers in every forward.
+    the draw in the call). ``places`` has None for a tensor without samples, :data:`MIXED` for a tensor that cannot be
+    cut by samples, and :data:`SELECTED` for rows that code selects. ``functions`` names the torch function of each
+    draw. ``routing`` are the modules whose code selects by values. ``selecting`` are the ones among them that contain
+    draws at :data:`SELECTED`.
+
+    ``others`` names the random generators other than torch's from which the forward draws. ``seeded`` are those of them
+    that the forward seeds itself, so that it draws the same numbers each time. ``across`` lists modules whose code
+    combines the samples of a batch, with the function that combines them (:func:`meetings`). ``backwards`` names the
+    user's autograd functions whose backward draws. ``seeds`` are the keys of the draws from a ``torch.Generator`` that
+    the forward makes or seeds, so that every forward draws the same numbers there.
     """
 
     places: dict[tuple[str, int, int], SamplePlace | None] = field(default_factory=dict)
@@ -108,25 +110,27 @@ class Draws:
     selecting: frozenset[str] = frozenset()
     routing: frozenset[str] = frozenset()
     loops: dict[str, SampleLoop] = field(default_factory=dict)
-    """By module, the loop over the samples in which it draws. A module that has draws at :data:`ALONE` and no entry
-    here draws in a way that cannot be matched between batches of different sizes."""
+    """By module, the loop over the samples in which the module draws.
+
+    A module with draws at :data:`ALONE` and no entry here draws in a way that cannot be matched between batches of
+    different sizes."""
     unfollowed: frozenset[str] = frozenset()
-    """The modules that draw for some samples alone, and not for all of them."""
+    """The modules that draw for some samples alone, but not for every sample."""
     counted: frozenset[str] = frozenset()
-    """The modules with a loop of which only the number of draws is known, and not for which sample each is."""
+    """The modules that draw once for each sample, where nothing shows which draw is for which sample."""
     kept_outside: tuple[str, ...] = ()
     """The global variables and class attributes in which the forward leaves tensors, which ranks as threads share."""
 
     def is_seeded(self, module: str, function: str) -> bool:
-        """Returns whether the code of a module gives a function that draws a generator that the forward seeds."""
+        """Returns whether a module's code calls the drawing ``function`` with a generator that the forward seeds."""
         return any(path == module and self.functions[path, call, n] == function for path, call, n in self.seeds)
 
     def place(self, module: str, call: int, number: int) -> SamplePlace | None:
         """Returns where the drawn tensor of one draw holds the samples of the batch, or None if it holds none.
 
-        For a call that the example did not make, the same draw in the other calls of the module gives the answer.
+        For a call of the module that the example did not make, the same draw in the other calls gives the answer.
 
-        Raises: KeyError: the module has no such draw, or these calls give several answers.
+        Raises: KeyError: the module has no such draw, or the other calls give several answers.
         """
         key = (module, call, number)
         if key in self.places:
@@ -142,9 +146,9 @@ class Draws:
         return list(dict.fromkeys(path for (path, _, _), place in self.places.items() if place == ALONE))
 
     def drawn_for_each(self, modules: Collection[str], once: Collection[str] = (), num_samples: int = 0) -> Draws:
-        """Returns the draws with those of ``modules`` that have no samples marked as :data:`ALONE`, in no loop.
+        """Returns the draws, with the draws without samples in ``modules`` marked as :data:`ALONE` and as in no loop.
 
-        These modules were found to draw more often in a larger batch. Those in ``once`` draw once for each of the
+        These modules were found to draw more often in a larger batch. The modules in ``once`` draw once for each of the
         ``num_samples`` samples, which is a loop.
         """
         places = {key: ALONE if key[0] in modules and place is None else place for key, place in self.places.items()}
@@ -153,16 +157,17 @@ class Draws:
         return replace(self, places=places, loops=loops, counted=frozenset(once))
 
     def in_modules(self) -> dict[str, set[SamplePlace | None]]:
-        """Returns, by module name, in which dims the drawn tensors hold the samples; None for one without samples."""
+        """Returns, by module name, where the module's drawn tensors hold the samples; None for one without samples."""
         by_module: dict[str, set[SamplePlace | None]] = {}
         for (path, _, _), place in self.places.items():
             by_module.setdefault(path, set()).add(place)
         return by_module
 
     def folds_of(self, path: str, num_heads: int) -> frozenset[tuple[int, int]]:
-        """Returns how the rows of an attention's scores are made of samples: (outside, inside) for each kind of call.
+        """Returns how the rows of an attention's scores hold the samples: a set of pairs (outside, inside).
 
-        The rows are those of ``outside`` times the samples times ``inside``; (1, 1) where each row is a sample's.
+        The number of rows is the product of ``outside``, the number of samples, and ``inside``, slowest first. A pair
+        (1, 1) means one row for each sample. Calls of the module may differ in their pair.
         """
         folds = set()
         for key, place in self.places.items():
@@ -178,15 +183,18 @@ class Draws:
     ) -> None:  # fmt: skip
         """Raises PlanError if the model draws random numbers that would differ between layouts.
 
-        These are draws of a backward, draws that mix samples, if the layout ``cuts_batch`` (by ranks or microbatches),
-        and draws from the generators of Python and NumPy. A forward may draw from those it seeds itself, unless ranks
-        are threads, which share them, or the layout ``cuts`` the batch or the model's code: what it seeds and how much
-        it draws may depend on the number of samples, or on code of another stage. If the layout ``cuts_samples``, it
-        also warns of a module in which samples meet (``across``): a rank would see only its own samples, so the result
-        may differ from one device. If ranks are threads, it warns of variables that they share (``kept_outside``).
-        Inside of ``cut_layers``, of whose activations ranks hold parts, no module may draw for one sample alone.
+        Refused are draws in a backward; draws that mix samples, if the layout ``cuts_batch`` (by ranks or
+        microbatches); draws for one sample alone inside of ``cut_layers``, layers whose activations are split over
+        ranks; and draws from the generators of Python and NumPy. A forward may draw from generators of Python and NumPy
+        that it seeds itself, unless ranks are threads, which share these generators, or the layout ``cuts`` the batch
+        or the model's code: the seed and the number of draws may depend on the number of samples, or on code of another
+        stage.
+
+        A warning is given, if the layout ``cuts_samples``, for each function that combines samples (``across``): a rank
+        would see only its own samples, so the result may differ from one device. If ranks are threads, a warning names
+        the variables that they share (``kept_outside``).
         """
-        places: dict[str, list[str]] = {}  # by function: a model of many layers meets in each of them
+        places: dict[str, list[str]] = {}  # by function, so that a model of many layers gives one warning
         for path, function in self.across if cuts_samples else ():
             places.setdefault(function, []).append(f"'{path or 'the model'}'")
         for function, named in places.items():
@@ -239,7 +247,7 @@ class Draws:
             )
 
     def _check_layers(self, cut_layers: Collection[str]) -> None:
-        """Raises PlanError for draws of one sample alone inside of layers of whose activations ranks hold parts."""
+        """Raises PlanError for draws for one sample alone, inside of layers whose activations are split over ranks."""
         for path in self.alone:
             layer = next((layer for layer in cut_layers if is_inside(path, layer)), None)
             if layer is not None:
@@ -253,7 +261,8 @@ class Draws:
     def _check_samples(self) -> None:
         """Raises PlanError for draws that depend on which samples of a batch a rank or microbatch has.
 
-        It warns of modules that draw as often as there are samples, and that are taken to do so in the batch's order.
+        A warning is given for modules that draw as often as there are samples: their draws are taken to be in the order
+        of the batch.
         """
         for path in sorted(self.counted):
             warn(
@@ -298,9 +307,8 @@ def draws_of(
 ) -> Draws:  # fmt: skip
     """Returns the random draws of a recorded run, and where each drawn tensor holds the samples of the batch.
 
-    ``flow`` says which samples values are made of (:func:`follow_samples`). ``found`` lists the draws that
-    :class:`FindsDraws` noted in the run. ``others`` names the random generators other than torch's from which the run
-    drew, and ``seeded`` those that it seeds itself; ``seeds`` are those of :class:`Draws`.
+    ``flow`` says which samples values were computed from (:func:`follow_samples`). ``found`` lists the draws that
+    :class:`FindsDraws` noted in the run. ``others``, ``seeded`` and ``seeds`` are as in :class:`Draws`.
     """
     backwards = tuple(sorted({name.removesuffix("Backward") for name in recording.drawing_backwards}))
     draws = Draws(
@@ -325,9 +333,9 @@ def draws_of(
     for_rows = _drawing_for_rows(found) - elsewhere
     for key, use, function, *_, stop in found:
         place, draws.num_dims[key] = places[key], len(use.shape)
-        # what is drawn before code selects is for no selected samples, as in a model whose own loss leaves out labels
+        # a draw before the module selects is not for selected rows; a model's own loss may select labels at the end
         around = [path for path, first in recording.selecting.items() if first < stop and is_inside(key[0], path)]
-        if around and place in (None, MIXED, ALONE):  # for the samples that a real run selects
+        if around and place in (None, MIXED, ALONE):  # the draw may be for samples that only a real run selects
             loops[key[0]] = None
             is_of_rows = by_rows.issuperset(around) and key[0] in for_rows
             place = SELECTED if is_of_rows else MIXED
@@ -346,42 +354,42 @@ def draws_of(
 
 
 UNKEYED = RANDOM - {"native_dropout"}
-"""The operators by which a recorded forward draws although no function of ``draw_calls.py`` was called."""
+"""The random operators that a recorded forward runs only by calls that ``draw_calls.py`` does not describe."""
 
 OF_ROWS = frozenset(("dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "rand_like", "randn_like"))
-"""The functions that draw for each row of a tensor that has rows, so that it is enough to know which rows these are."""
+"""The functions that draw numbers for the rows of a tensor: it is enough to know whose rows these are."""
 
 MOST_INSIDE = 0.5
 """The largest share of a model's parameters in a module whose selected rows are followed.
 
-Pipeline stages do not cut such a module inside: one that holds most of the model would be most of one stage's work.
+Pipeline stages do not cut such a module inside, so a module that holds most of the model would fill one stage.
 """
 
 
 def _drawn_alone(
-    found: Iterable[FoundDraw], flow: SampleFlow, places: Mapping[DrawKey, SamplePlace | None]
+    draws: Iterable[FoundDraw], flow: SampleFlow, places: Mapping[DrawKey, SamplePlace | None]
 ) -> dict[str, dict[int, list[int | None]]]:
     """Returns, by module and call number, the one sample that each draw is for; None for a draw for several or none.
 
-    ``places`` says which drawn tensors have a dim of samples: these are for all samples in it.
+    ``places`` says which drawn tensors have a dim of samples: such a draw is for all samples of the dim.
     """
     samples: dict[str, dict[int, list[int | None]]] = {}
-    for key, use, *_ in found:
+    for key, use, *_ in draws:
         path, call, _ = key
         sample = flow.sample_of(use) if places[key] in (None, MIXED) else None
         samples.setdefault(path, {}).setdefault(call, []).append(sample)
     return samples
 
 
-def _drawing_for_rows(found: Sequence[FoundDraw]) -> set[str]:
+def _drawing_for_rows(draws: Sequence[FoundDraw]) -> set[str]:
     """Returns the modules that draw only for the rows of a tensor, in code that no checkpoint of the model's repeats.
 
-    Code often leaves out experts without rows, so that a loop over experts, or a dropout that several of them share,
-    draws less often than in the record. The numbers of such draws are counted by row, those of other draws by call:
-    a module that draws in both ways would have other calls than in the record.
+    Code often skips experts without rows. A loop over experts, or a dropout that several experts share, then draws less
+    often than in the record. So random numbers for rows are counted by row, and those of other draws by call. A module
+    that draws in both ways is left out, because skipped calls would shift its counts by call.
     """
-    others = {draw.key[0] for draw in found if draw.function not in OF_ROWS or not draw.is_kept}
-    return {draw.key[0] for draw in found} - others
+    others = {draw.key[0] for draw in draws if draw.function not in OF_ROWS or not draw.is_kept}
+    return {draw.key[0] for draw in draws} - others
 
 
 def _selects_rows(module: str, recording: Recording, axes: RunAxes) -> bool:
@@ -401,7 +409,7 @@ def _selects_rows(module: str, recording: Recording, axes: RunAxes) -> bool:
             continue
         places = [_place(use, recording, axes) for use in (*call.operands, *call.results)]
         if all(place is None for place in places[1:]) or places[-1] not in (None, MIXED):
-            continue  # by numbers, or it selects no samples
+            continue  # the call selects by known numbers, or selects no samples
         place = places[0]
         if place is None or place == MIXED or place.outside > 1 or prod(call.operands[0].shape[: place.dim]) > 1:
             return False
@@ -431,8 +439,8 @@ def _place(use: TensorUse, recording: Recording, axes: RunAxes) -> SamplePlace |
     dims = axes.of(use)
     at = [dim for dim, axis in enumerate(dims) if batch & set(leaves(axis))]
     if not at and axes.of_samples(recording.packed_inputs) & {leaf for axis in dims for leaf in leaves(axis)}:
-        return MIXED  # in rows of which ranks hold other numbers
-    if not at and count in COUNTS:  # its axes do not say: the code used it otherwise, or an operator has no rule
+        return MIXED  # packed rows: ranks hold different numbers of them, so the tensor cannot be cut by samples
+    if not at and count in COUNTS:  # no axis shows samples, as after an operator without a rule: the sizes may
         batch = {leaf for axis in dims for leaf in leaves(axis) if leaf.size == count}
         at = [dim for dim, axis in enumerate(dims) if batch & set(leaves(axis))]
         if not at and any(size % count == 0 for size in use.shape):
@@ -441,14 +449,15 @@ def _place(use: TensorUse, recording: Recording, axes: RunAxes) -> SamplePlace |
         return None
     around = _around(dims[at[0]], batch)
     if len(at) > 1 or around is None or (count in COUNTS and any(size % count == 0 for size in around)):
-        return MIXED  # also where another number is the number of samples, as in scores of all with all
+        return MIXED  # also if another factor equals the number of samples, as in scores of all samples with all
     return SamplePlace(at[0], *around)
 
 
 def _around(axis: DimAxis, batch: set[DimAxis]) -> tuple[int, int] | None:
-    """Returns how many elements of a dim vary slower and faster than its samples; None if samples are no factor of it.
+    """Returns the sizes of the factors of a dim that vary slower and faster than its samples.
 
-    The dim is given by its ``axis``, the index that tensors share; ``batch`` has the indices of samples.
+    ``axis`` is the dim's :class:`DimAxis`, and ``batch`` has the axes of the samples. The result is None if the samples
+    are not one factor of the dim.
     """
     axis = root(axis)
     if axis.is_leaf:
@@ -488,7 +497,7 @@ class FindsDraws(TorchFunctionMode):
         result = call.without_numbers()
         use = self._recorded.use(call.drawn(result))
         if not isinstance(result, Tensor) or result.numel() != 1:
-            # one number keeps its value: code may read it, as that which skips layers at random does
+            # a single drawn number stays a constant, with a value: code that skips layers at random reads it
             for tensor_use in (use, *(self._recorded.use(x) for x in (result,) if isinstance(x, Tensor))):
                 tensor_use.kind = "" if tensor_use.kind == "constant" else tensor_use.kind
         where = self._recorded.where()
@@ -506,12 +515,12 @@ class FindsDraws(TorchFunctionMode):
 
 
 @contextmanager
-def moved_on(found: Sequence[FoundDraw]) -> Iterator[None]:
-    """Returns a context in which the generators of some draws are advanced by a few numbers; at its end they are reset.
+def moved_on(draws: Sequence[FoundDraw]) -> Iterator[None]:
+    """Returns a context in which the generators of ``draws`` are advanced by a few numbers; at its end they are reset.
 
-    A forward that makes or seeds a generator itself draws the same numbers inside of it (:func:`seeded_draws`).
+    A forward that makes or seeds a generator itself draws the same numbers inside the context (:func:`seeded_draws`).
     """
-    generators = {id(draw.generator[0]): draw.generator[0] for draw in found if draw.generator is not None}
+    generators = {id(draw.generator[0]): draw.generator[0] for draw in draws if draw.generator is not None}
     before = [generator.get_state() for generator in generators.values()]
     for generator in generators.values():
         torch.rand(3, generator=generator, device=generator.device)
@@ -525,8 +534,8 @@ def moved_on(found: Sequence[FoundDraw]) -> Iterator[None]:
 def seeded_draws(first: Sequence[FoundDraw], again: Sequence[FoundDraw]) -> list[DrawKey]:
     """Returns the keys of draws from generators that a forward makes or seeds: two runs draw from equal states.
 
-    ``first`` are the draws of one run, and ``again`` those of a run inside of :func:`moved_on`. A generator that the
-    model keeps has another state there, unless the forward has seeded it.
+    ``first`` are the draws of one run, and ``again`` those of a run inside of :func:`moved_on`. In the second run, a
+    generator that the model keeps has another state, unless the forward has seeded it.
     """
     states = {draw.key: draw.generator[1] for draw in again if draw.generator is not None}
     alike = (

@@ -27,8 +27,8 @@ class EventsChunked:
 
     The first chunk begins with the forward. ``names`` gives the parameters and buffers inside each module. ``planned``
     is None for the forward by which the cut was chosen. For another forward of the model, such as one that skips
-    layers, it is the cut of that first one: a chunk whose first call is skipped then begins at the next call that
-    belongs to that chunk or to a later one.
+    layers, ``planned`` is the cut of the first forward. A chunk whose first call is skipped then begins at the next
+    call that belongs to this chunk or to a later one.
     """
 
     record: ForwardRecord
@@ -69,8 +69,8 @@ class EventsChunked:
     def _next(self, planned: EventsChunked, chunk: int, first: int) -> int:
         """Returns the event at which a chunk begins if its first call is skipped: its next call, or a later chunk's.
 
-        No event before ``first`` is considered. The chunk of a call is its chunk in the forward ``planned``, or that of
-        the module's parameters if that forward does not call it.
+        No event before ``first`` is considered. The chunk of a call is its chunk in the forward ``planned``. If that
+        forward does not call the module, it is the chunk of the module's parameters.
         """
         later = {
             CallSite(event.name, event.number)
@@ -88,7 +88,7 @@ class EventsChunked:
 
     @cached_property
     def homes(self) -> Mapping[str, Sequence[int]]:
-        """The chunks that use each parameter and buffer, or one for a name that no chunk uses, by name."""
+        """The chunks that use each parameter and buffer, by name; a name that no chunk uses gets one chunk."""
         return chunks_by_parameter(self)
 
     @cached_property
@@ -150,13 +150,13 @@ class EventsChunked:
         return tuple(sorted({*self.weights_by_event(chunk)} - self.record.shared_buffers))
 
     def read_between(self, chunk: int) -> frozenset[str]:
-        """Returns the names of the parameters that a chunk gives to functions or modules as arguments, or returns."""
+        """Returns the names of the parameters that a chunk passes to functions or modules as arguments, or returns."""
         events = self.record.events[self.bounds[chunk] : self.bounds[chunk + 1]]
         returned = self.record.returned if chunk == self.num_chunks - 1 else ()
         return frozenset(returned).union(*map(self.given_to, events))
 
     def given_to(self, event: ForwardEvent) -> frozenset[str]:
-        """Returns the names of the parameters that a call reads and that are not those of the module that it calls."""
+        """Returns the names of the parameters that a call reads and that do not belong to the called module."""
         return event.reads if event.number is None else event.reads.difference(self.names.get(event.name, ()))
 
     def times(self, module: str, num_calls: int, chunks: Collection[int]) -> tuple[int, ...]:
@@ -174,8 +174,8 @@ class EventsChunked:
     def repeats(self) -> Mapping[int, Sequence[tuple[str, int]]]:
         """The modules that an event (recorded call) runs and an earlier chunk has run too, by the index of the event.
 
-        A value lists pairs of a module's path and the number of its calls before the event, from which a rank continues
-        to count. Events without such modules have no entry.
+        Each module is a pair of its path and the number of its calls before the event, from which a rank continues to
+        count. Events without such modules have no entry.
         """
         repeats = {}
         for number, event in enumerate(self.record.events):

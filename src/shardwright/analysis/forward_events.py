@@ -1,9 +1,9 @@
 """Records one forward of a model as a list of events: calls of modules, and of functions between modules.
 
-The user's own forward runs once on the meta device. A call of a module that is named as a *unit* is one event; what its
-code does inside is not listed. A function that is called outside of units is an event too if it depends on a parameter
-or on the result of an event. A function of inputs and constants alone is not an event, because every rank can compute
-it. So each value is known by the event that made it, and each event by the values that it takes.
+The user's own forward runs once on the meta device. A call of a module that is named as a *unit* is one event; the
+calls inside of it are not listed. A function that is called outside of units is an event too if it depends on a
+parameter or on the result of an event. A function of inputs and constants alone is not an event, because every rank can
+compute it. So each value is known by the event that made it, and each event by the values that it takes.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 _CONVERSIONS = frozenset(["to", "float", "double", "half", "bfloat16", "type", "type_as"])
-"""The functions that return their operand itself if it has the dtype that they are asked for."""
+"""The functions that return their operand itself if it already has the requested dtype."""
 
 
 class ParameterIndex:
-    """Looks up the name of a model's parameter or buffer by the tensor itself; a tied tensor has its first name."""
+    """Looks up the name of a model's parameter or buffer by the tensor itself; a tied tensor goes by its first name."""
 
     def __init__(self, model: nn.Module) -> None:
         # reversed, so that the first of several tied names wins
@@ -129,7 +129,7 @@ def calls_replaced(around: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[N
 
 
 def _needs_gradient(tensor: Tensor) -> bool:
-    """Returns whether a tensor requires a gradient, or the one inside if ``torch.vmap`` or the like has wrapped it."""
+    """Returns whether a tensor requires a gradient, or the tensor inside if a transform such as ``vmap`` wraps it."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor.requires_grad
@@ -149,9 +149,11 @@ class _ForwardRecorder(TorchFunctionMode):
         self._running: list[tuple[str, int]] = []
         self._has_autocast = self._has_inputs = False
         self._num_draws = Counter[tuple[str, int]]()
-        self._varying: dict[int, Tensor] = {}  # what code between units makes of the inputs' values, alive
-        self._stored: dict[int, tuple[Tensor, frozenset[str]]] = {}  # what it makes of buffers, and of which
-        self._reading: list[tuple[str, frozenset[str]]] = []  # modules whose code reads values of buffers
+        # by id: tensors that code between units computes from inputs; kept alive, so that ids stay taken
+        self._varying: dict[int, Tensor] = {}
+        # by id: tensors that code between units computes from buffers, each with the names of these buffers
+        self._stored: dict[int, tuple[Tensor, frozenset[str]]] = {}
+        self._reading: list[tuple[str, frozenset[str]]] = []  # modules whose code reads values of buffers, and which
         self._state = [(f"{path}.{name}".lstrip("."), module, name, buffer, buffer._version, buffer.shape)
                        for path, module in model.named_modules()
                        for name, buffer in module._buffers.items() if buffer is not None]  # fmt: skip
@@ -163,8 +165,9 @@ class _ForwardRecorder(TorchFunctionMode):
         self._scope = -1
         self._made: dict[ValueName, Any] = {}
         self._code_of_call: CodeType | None = None
-        self._checkpoints: dict[FrameType, tuple[str, list[str]]] = {}  # of each: who calls it, and what it calls
-        self._functions: set[Any] = set()  # autograd's nodes of the calls of functions of the user's own
+        # by the frame of a checkpoint: the module that calls it, and the modules or functions that it calls
+        self._checkpoints: dict[FrameType, tuple[str, list[str]]] = {}
+        self._functions: set[Any] = set()  # autograd's nodes of calls of the user's own autograd functions
 
     def _name(self, tensor: Tensor) -> ValueName | str | None:
         return value_name(tensor) or self.names.of(tensor)
@@ -175,7 +178,7 @@ class _ForwardRecorder(TorchFunctionMode):
         named = dict(kwargs or {})
         operands = tensors_of((args, named))
         if func in TAKES_GRADIENT and any(id(tensor) in self._varying for tensor in operands):
-            self.record.own_backward.add("")  # with respect to inputs, which are no meta tensors in a run
+            self.record.own_backward.add("")  # a gradient with respect to inputs, which are no ghosts in a real run
         elif (func in TAKES_GRADIENT or func in _HOOKS) and self._unit is None:
             self.record.own_backward.add(self._running[-1][0])
         self._note_functions(operands)
@@ -183,12 +186,12 @@ class _ForwardRecorder(TorchFunctionMode):
             self._look_at(tensor)
         takes = tuple(map(self._name, operands))
         if isinstance(func, torch._ops.OpOverload) and self._unit is None and takes.count(None) < len(takes):
-            # no function called it: a script did, of which a real run shows no function mode anything
+            # a ``torch.jit`` script made this call; in a real run function modes do not see calls inside of a script
             self.record.own_backward.add(self._running[-1][0])
         in_transform = torch._C._functorch.peek_interpreter_stack() is not None
         if in_transform and self._unit is None and any(map(_needs_gradient, operands)):
-            # torch.vmap and similar transforms wrap tensors, and a ghost of another stage can be made in none; masks of
-            # inputs have no stage
+            # torch.vmap and similar transforms wrap tensors, and no ghost of another stage's tensor can be made inside
+            # of one; transforms of inputs alone, such as masks, are computed by every stage
             self.record.own_backward.add(self._running[-1][0])
         draw = draw_of(func, args, named)
         if draw is not None:
@@ -200,11 +203,12 @@ class _ForwardRecorder(TorchFunctionMode):
         results = self._selecting(func, args, named)
         if varies and self._values.num_reads > num_reads:
             self._decides_by_inputs()
-        if varies and not self.record.is_one_path:  # the number of what is picked, as by nonzero(), may be another
+        if varies and not self.record.is_one_path:  # other inputs may select another number of elements
             self.record.selections.add(len(self.record.events))
         if self._has_autocast and function_name(func) in _CONVERSIONS and any(results is value for value in operands):
             with below_functions():
-                results = results.view_as(results)  # in a run its operand has another dtype; meta tensors keep theirs
+                # under autocast the operand of a real run has another dtype than on meta, so the result is a new tensor
+                results = results.view_as(results)
         outputs = tensors_of(results)
         written = [place for place, tensor in enumerate(operands) if tensor._version != versions[place]]
         if self._unit is not None:
@@ -221,7 +225,7 @@ class _ForwardRecorder(TorchFunctionMode):
         return results
 
     def _selecting(self, func: Any, args: Any, named: Any) -> Any:
-        """Runs a function on the meta device, and notes a module whose code selects or decides by values that it reads.
+        """Runs a function on the meta device, and notes the running module if its code selects by values that it reads.
 
         Every stage runs the code between modules, so that code may not decide by values that only one stage has.
         """
@@ -234,26 +238,28 @@ class _ForwardRecorder(TorchFunctionMode):
             self.record.selecting.add(self._running[-1][0])
         return results
 
-    def _free(self, func: Any, args: Any, named: dict[str, Any], given: Sequence[Tensor], draw: DrawCall | None) -> Any:
+    def _free(
+        self, func: Any, args: Any, named: dict[str, Any], operands: Sequence[Tensor], draw: DrawCall | None
+    ) -> Any:
         """Runs a function of inputs and constants alone, and notes reads of values that depend on the inputs."""
         drawn = None if draw is None else draw.drawn(None)
         self.record.draws |= draw is not None and drawn is None
         values = None if drawn is None else self._values.values(drawn)
-        if draw is not None and values is not None and values is not drawn:  # numbers for a constant can be drawn too
+        if draw is not None and values is not None and values is not drawn:  # draw for the values of a constant
             drawn, draw = values, replace(draw, given={k: values if v is drawn else v for k, v in draw.given.items()})
         has_values = drawn is None or (self._unit is None and not drawn.is_meta)
         if self._draw is not None and draw is not None and has_values:
             results = self._draw(*self._running[-1], self._num_draws[self._running[-1]] - 1, draw)
         else:
-            reads, varies = self._values.num_reads, any(id(tensor) in self._varying for tensor in given)
-            stored = frozenset[str]().union(*map(self._buffers_in, given))
+            reads, varies = self._values.num_reads, any(id(tensor) in self._varying for tensor in operands)
+            stored = frozenset[str]().union(*map(self._buffers_in, operands))
             if stored and not varies:
                 results = self._selecting(func, args, named)
                 self._stored.update((id(x), (x, stored)) for x in tensors_of(results))
                 if self._values.num_reads > reads and self._unit is None:
                     self._reading.append((self._running[-1][0], stored))
                 return results
-            # where the inputs have values, what is not known is of random numbers, which a run draws before it records
+            # if the inputs have values, unknown values come from random numbers, which a run draws before it records
             self._values.selects_all = self._has_inputs and varies
             try:
                 results = call_on_meta(*self._values.indexing(func, args), named, self._device)
@@ -263,29 +269,29 @@ class _ForwardRecorder(TorchFunctionMode):
                 return results
             if self._values.num_reads > reads or func in _READERS:
                 self._decides_by_inputs()
-        if self._unit is not None:  # a module may keep it for its next call
+        if self._unit is not None:  # a module may keep the result for its next call
             for tensor in tensors_of(results):
-                if all(tensor is not operand for operand in given):
+                if all(tensor is not operand for operand in operands):
                     tag_value(tensor, (self._unit, -1))
-        self.vary((results, given))
+        self.vary((results, operands))
         return results
 
     def _decides_by_inputs(self) -> None:
-        """Notes that calls or shapes that follow depend on values of the inputs, or on random numbers."""
+        """Notes that later calls or shapes depend on values of the inputs, or on random numbers."""
         if self._unit is None:
             self.record.is_one_path = False
         else:
             self.record.deciding.add(self._unit)
 
     def _buffers_in(self, tensor: Tensor) -> frozenset[str]:
-        """Returns the names of the buffers that a tensor is, or was made of."""
+        """Returns the name of the buffer that a tensor is, or the names of the buffers that it was computed from."""
         name = self.names.any_of(tensor)
         return self._stored[id(tensor)][1] if id(tensor) in self._stored else frozenset([name] if name else [])
 
     def note_changed_buffers(self) -> None:
-        """Notes the modules whose code read a buffer that the forward has replaced or written to, or replaced one.
+        """Notes the modules whose code read a buffer that the forward has changed, and those whose buffer was replaced.
 
-        What a forward changes is another value in each stage and step, so that stages would not decide alike.
+        A buffer that a forward changes may differ between stages and steps, so that stages would not decide alike.
         """
         changed, scopes = set[str](), {scope.path for scope in self.record.scopes}
         for path, module, name, buffer, version, shape in self._state:
@@ -305,14 +311,14 @@ class _ForwardRecorder(TorchFunctionMode):
         self._varying.update((id(tensor), tensor) for tensor in tensors_of(tree))
 
     def _look_at(self, tensor: Tensor) -> None:
-        """Notes the use of a weight, and of a value that reached an event by another way than its arguments."""
+        """Notes the use of a weight, and of a value that did not reach the event by its arguments."""
         weight, here = self.names.any_of(tensor), len(self.record.events)
         if weight is not None and self._unit is not None:
             self._reads.add(weight)
         elif weight is not None and self.names.of(tensor) is None:
             self.record.shared_buffers.add(weight)
         mark = value_mark(tensor)
-        if mark is None or mark[0][0] > here:  # or a tensor that an earlier record has marked, and a module has kept
+        if mark is None or mark[0][0] > here:  # a higher number is a mark of an earlier record, on a kept tensor
             return
         (maker, place), version = mark
         inside = self._unit is not None
@@ -325,13 +331,15 @@ class _ForwardRecorder(TorchFunctionMode):
             self.record.together.add((maker, here))
 
     def _add(
-        self, name: str, number: int | None, given: Sequence[Tensor], takes: Any, plain: tuple[str, ...], results: Any,
-        written: Sequence[int], reads: frozenset[str], cost: Cost, raised: Exception | None = None,
+        self, name: str, number: int | None, operands: Sequence[Tensor], takes: Any, plain: tuple[str, ...],
+        results: Any, written: Sequence[int], reads: frozenset[str], cost: Cost, raised: Exception | None = None,
     ) -> None:  # fmt: skip
         here = len(self.record.events)
         leaves, tree = tree_flatten(results)
         entries: list[Any] = []
-        specs: dict[int, Any] = {id(tensor): SharedOperand(number) for number, tensor in reversed([*enumerate(given)])}
+        specs: dict[int, Any] = {
+            id(tensor): SharedOperand(number) for number, tensor in reversed([*enumerate(operands)])
+        }
         if number is None and name in PACKING:
             specs[id(leaves[1])] = LengthResult(1)
             self.vary(leaves[1])
@@ -339,7 +347,7 @@ class _ForwardRecorder(TorchFunctionMode):
             if isinstance(leaf, Tensor) and id(leaf) not in specs:  # a tensor that is returned twice is one value
                 specs[id(leaf)] = self._spec(leaf, (here, place))
             entries.append(specs[id(leaf)] if isinstance(leaf, Tensor) else leaf)
-        changed = tuple((place, self._spec(given[place], (here, len(leaves) + place))) for place in written)
+        changed = tuple((place, self._spec(operands[place], (here, len(leaves) + place))) for place in written)
         event = ForwardEvent(name, number, takes, tree, plain, tuple(entries), changed, reads, cost, raised)
         self.record.events.append(event)
 
@@ -355,7 +363,7 @@ class _ForwardRecorder(TorchFunctionMode):
     def _note_callers(self, frame: FrameType | None, caller: str, called: str) -> None:
         """Notes a call that ``caller``'s code makes inside an autograd function, or inside ``torch.utils.checkpoint``.
 
-        ``called`` is a module, or "" for a function. ``frame`` is the one that makes the call.
+        ``called`` is the name of a module, or "" for a function. ``frame`` is the frame that makes the call.
         """
         while frame is not None and frame.f_code is not self._code_of_call:
             if is_autograd_function(frame):
@@ -365,9 +373,9 @@ class _ForwardRecorder(TorchFunctionMode):
             frame = frame.f_back
 
     def _note_functions(self, tensors: Sequence[Tensor]) -> None:
-        """Notes the autograd functions of the user's own that have returned ``tensors``, in the module that is running.
+        """Notes the running module if autograd functions of the user's own have returned some of ``tensors``.
 
-        One that returns its argument as it is makes no call that could be noted.
+        The nodes of the tensors show this; a function that returns its argument unchanged makes no call to be seen.
         """
         with below_functions():
             nodes = {tensor.grad_fn for tensor in tensors if isinstance(tensor.grad_fn, BackwardCFunction)}
@@ -388,7 +396,7 @@ class _ForwardRecorder(TorchFunctionMode):
             if self._unit is None and self._running:
                 self._note_callers(sys._getframe(1), self._running[-1][0], path)
                 self._note_functions(tensors_of((args, named)))
-                if torch._C._functorch.peek_interpreter_stack() is not None:  # as of a function in a transform
+                if torch._C._functorch.peek_interpreter_stack() is not None:  # the call is inside of a transform
                     self.record.own_backward.add(self._running[-1][0])
             self._has_autocast |= torch._C._is_any_autocast_enabled()
             self._running.append((path, number))
@@ -399,7 +407,7 @@ class _ForwardRecorder(TorchFunctionMode):
             finally:
                 self._running.pop()
 
-        self._code_of_call = call.__code__  # of every module the same
+        self._code_of_call = call.__code__  # the code object is the same for all modules
         return call
 
     def _call_opened(self, path: str, original: Any, args: Any, named: Any) -> Any:
@@ -412,7 +420,7 @@ class _ForwardRecorder(TorchFunctionMode):
             results = original(*args, **named)
             self._note_functions(tensors_of(results))
             is_free = all(self._name(tensor) is None for tensor in tensors_of(results))
-        finally:  # code around it may catch what it raises
+        finally:  # the code around the call may catch an exception
             self._scope = outer
             cost, stop = self._work.since(before), len(self.record.events)
             self.record.scopes[scope] = ModuleSpan(path, outer, first, stop, cost, is_free)
@@ -430,7 +438,7 @@ class _ForwardRecorder(TorchFunctionMode):
         before, raised, kept = self._work.now(), None, None
         try:
             results = original(*args, **named)
-        except Exception as failure:  # which the code around it may catch
+        except Exception as failure:  # the code around the call may catch it, so the event is recorded
             results, raised, kept = (), failure, raised_again(failure)
         with below_functions():
             written = [place for place, tensor in enumerate(operands) if tensor._version != versions[place]]
@@ -447,11 +455,12 @@ class _ForwardRecorder(TorchFunctionMode):
         tensors = [*tensors_of(outputs), *(output.tensor for output in unseen_outputs(outputs))]
         self.record.outputs = tuple(name for t in tensors if (name := value_name(t)) is not None)
         self.record.returned = tuple(parameter for t in tensors if (parameter := self.names.of(t)) is not None)
-        for tensor in tensors:  # which a module may have kept, so that it is no result of an event
+        for tensor in tensors:  # notes returned tensors that a module has kept, which are no results of events
             self._look_at(tensor)
         behind = set(nodes_behind(tensors))
         learning = {name for name, node in self._made.items() if node is not None and node in behind}
-        for event in reversed(self.record.events):  # a write to a view leaves out the node that the view had before
+        # a write to a view gives it a new node, which does not lead to the view's earlier node
+        for event in reversed(self.record.events):
             before = (event.takes[place] for place, spec in event.written if spec.name in learning)
             learning.update(
                 name for name in before if isinstance(name, tuple) and self.record.specs[name].needs_gradient
@@ -469,9 +478,9 @@ def record_events(
     """Runs one forward of a model on the meta device and returns a record of its calls of modules and functions.
 
     ``model`` is on the meta device; inputs on another device keep their values, which code may read. ``units`` names
-    the modules of which each call is recorded as one event, without what its code does inside. ``draw`` returns the
-    random numbers for draws that read no activation, such as one that decides whether a layer is skipped; without
-    ``draw`` numbers drawn on the CPU are 0.5 (integers 0).
+    the modules of which each call is recorded as one event, without the calls inside of it. ``draw`` returns the
+    random numbers for draws that read no activation, such as a draw that decides whether a layer is skipped; without
+    ``draw``, numbers drawn on the CPU are 0.5 (integers 0).
 
     Raises: ValueReadError: the code reads a value that depends on a parameter or on a meta tensor of the inputs.
 
@@ -482,7 +491,7 @@ def record_events(
     """
     work = CostCounting()
     with torch.inference_mode(False):
-        inputs = cloned(inputs)  # of which each has version 0 until something is written into it
+        inputs = cloned(inputs)  # a clone has version 0 until code writes into it
     input_tensors = tensors_of(inputs)
     with on_meta(model) as values, ignoring_batch_statistics(model), work:
         assert values is not None

@@ -20,7 +20,7 @@ _TAG = "_made_by_event"
 ValueName = tuple[int, int]
 """The name of an activation: the index of the event that made it, and its place among that event's results.
 
-An operand that the event writes to in place becomes a new value, whose place is counted on after the results.
+An operand that the event writes to in place becomes a new value. The places of such values follow those of the results.
 """
 
 
@@ -47,7 +47,7 @@ class GhostSpec(NamedTuple):
 
 
 class SharedOperand(NamedTuple):
-    """Stands for a result that is not a new tensor but one of the call's own arguments, as in-place calls return it.
+    """Stands for a result that is no new tensor but one of the call's arguments, as in-place functions return it.
 
     ``operand`` is the number of that argument among the tensors that the call takes.
     """
@@ -65,7 +65,7 @@ class LengthResult(NamedTuple):
 
 
 PACKING = frozenset((PACK, "_pad_packed_sequence"))
-"""The functions of torch that have such a result (:class:`LengthResult`), as their second one."""
+"""The torch functions whose second result follows from the lengths alone (:class:`LengthResult`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +76,10 @@ class ForwardEvent:
     ``number`` is None. ``takes`` names the tensors among the arguments: values by :data:`ValueName`, parameters by
     their names, and None for other tensors. ``plain`` is what :func:`plain_of` returns for the arguments.
     ``results`` are the leaves of the returned ``tree``, with a :class:`GhostSpec`, :class:`SharedOperand` or
-    :class:`LengthResult` for each tensor. ``written`` lists, by their index in ``takes``, the operands that the call
-    writes to, with their new values. ``reads`` has the names of the parameters that the call uses and, for a module, of
-    the buffers too. ``cost`` is that of the forward call. ``raised`` is the exception that a module has raised and the
-    code around it has caught.
+    :class:`LengthResult` for each tensor. ``written`` lists the operands that the call writes to, as pairs of their
+    index in ``takes`` and their new value. ``reads`` has the names of the parameters that the call uses and, for a
+    module, of the buffers too. ``cost`` is the cost of the forward call. ``raised`` is an exception that the module has
+    raised and that the code around the call has caught.
     """
 
     name: str
@@ -128,21 +128,23 @@ class ForwardRecord:
     describes the values, ``outputs`` names those that the model returns, and ``learning`` those that get a gradient;
     ``returned`` names the parameters that the model returns.
 
-    ``together`` holds pairs of events that exchange a value otherwise than by arguments and results, as through an
-    attribute. ``escaping`` are the events of which code outside of units takes a value in this way. ``shared_buffers``
-    are the buffers that code outside of units reads.
+    ``together`` holds pairs of events that exchange a value other than by arguments and results, for example through an
+    attribute. ``escaping`` are events whose values reach code outside of units in this way. ``shared_buffers`` are the
+    buffers that code outside of units reads.
 
     ``is_one_path`` is False if code outside of units has read values of an input or random numbers, so that other
     inputs of the same shapes may give other events. ``deciding`` are the events of units whose own code has read such
-    values, and ``selections`` those that pick from an activation by values of inputs, as ``x[mask]`` does, so that the
-    shape of their result may be another one. ``draws`` says whether code has called a random function that takes sizes
-    and no tensor, such as ``torch.rand``, because code may skip calls by its numbers. ``selecting`` are the modules
-    outside of units whose code selects by a condition on values of events, as a mixture of experts does.
-    ``checkpointed`` are the modules outside of units whose code a backward runs again, because it runs inside
-    ``torch.utils.checkpoint``. ``own_backward`` are those whose code calls an autograd function with a backward of its
-    own, as the user's own ones are, or a function compiled by ``torch.jit.script``, that runs functions inside of a
-    transform such as ``torch.vmap``, or that sets a hook on the gradient of a tensor.
-    ``writing`` are those whose code writes values of events into a parameter or buffer, or replaces a buffer.
+    values. ``selections`` are the events that select from an activation by values of inputs, as ``x[mask]`` does, so
+    that other inputs may change the shape of their results. ``draws`` says whether code has called a random function
+    that takes sizes and no tensor, such as ``torch.rand``, because code may skip calls by its numbers.
+
+    The other sets name modules that are not units. In ``selecting``, the module's code selects by a condition on values
+    of events, as a mixture of experts does. In ``checkpointed``, a backward runs the code again, because it runs inside
+    ``torch.utils.checkpoint``. In ``own_backward``, the code calls an autograd function of the user's own or a function
+    compiled by ``torch.jit.script``, runs functions inside of a transform such as ``torch.vmap``, takes a gradient
+    itself, or sets a hook on the gradient of a tensor. In ``writing``, the code writes values of events into a
+    parameter or buffer, or replaces a buffer.
+
     ``writes_inputs`` says that the forward writes into a tensor of its inputs.
     """
 
@@ -171,7 +173,7 @@ class ForwardRecord:
 def raised_again(failure: Exception) -> Exception:
     """Returns an exception of the same class, text and attributes, without the frames and causes of ``failure``.
 
-    Its constructor is not called: that may take other arguments than the exception has kept.
+    The class is not called, because its constructor may take other arguments than the exception has kept.
 
     >>> raised_again(ValueError("too long"))
     ValueError('too long')
@@ -193,7 +195,7 @@ def tag_value(tensor: Tensor, name: ValueName | None) -> None:
 def forget_values(model: nn.Module) -> None:
     """Removes the names that :func:`tag_value` gave to buffers and tensor attributes of a model's modules.
 
-    A table that code keeps there would otherwise enter the next record under the name of a call in the last one.
+    Otherwise a table that code keeps there would enter the next record under a name from the previous record.
     """
     for module in model.modules():
         for tensor in (*module._buffers.values(), *vars(module).values()):

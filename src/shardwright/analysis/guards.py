@@ -1,4 +1,4 @@
-"""Finds conditions that only guard code, as an assertion that values are finite: one answer leads to a ``raise``."""
+"""Finds conditions that only guard code, such as an assertion that values are finite: one answer leads to ``raise``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 _PACKAGE = str(Path(__file__).parents[1])
 _NOT_USERS = _PACKAGE, str(Path(torch.__file__).parent)
 _OF_TORCH = frozenset(("torch.overrides", "torch.utils._python_dispatch", "torch._ops", "torch._tensor"))
-"""The modules whose functions stand, beside this package's, between code that asks for a value and what answers it."""
+"""Torch modules whose frames lie, like this package's, between the code that asks for a value and its answer."""
 
 
 def answer_of_guard() -> bool | None:
-    """Returns the answer with which the code that asks for a condition's value right now goes on.
+    """Returns the answer to the condition that code asks for right now, with which the code does not raise.
 
-    That is False in ``if value.isnan().any(): raise ...`` and True in ``assert value.isfinite().all()``. None if the
-    condition is no guard: neither of its branches, or both, begin with a ``raise``, or code around it may catch what is
-    raised, in the same function or in one that called it.
+    The answer is False in ``if value.isnan().any(): raise ...`` and True in ``assert value.isfinite().all()``. It is
+    None if the condition is no guard. Then neither or both of its branches begin with a ``raise``, or code around the
+    condition may catch the error, in the same function or in one that called it.
 
     >>> import torch
     >>> from shardwright.analysis.meta_values import MetaValues
@@ -47,7 +47,7 @@ def answer_of_guard() -> bool | None:
 
 
 def _may_be_caught(frame: FrameType | None) -> bool:
-    """Whether code that has called a frame, or the frame's own, may catch an error: all up to the call of the model."""
+    """Whether the code of a frame, or of a caller up to the call of the model, may catch an error from the frame."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "call_model" and code.co_filename.startswith(_PACKAGE):
@@ -61,19 +61,19 @@ def _may_be_caught(frame: FrameType | None) -> bool:
 
 @lru_cache(maxsize=1024)
 def _guarded(code: CodeType) -> tuple[tuple[int, int], ...]:
-    """Returns the ranges of instructions around which a function has a handler: ``try``, or ``with``."""
-    entries = dis._parse_exception_table(code)  # type: ignore[attr-defined]  # of dis.Bytecode too, which is public
+    """Returns the ranges of instructions that a handler of the function covers, by a ``try`` or a ``with``."""
+    entries = dis._parse_exception_table(code)  # type: ignore[attr-defined]  # dis.Bytecode, which is public, uses it
     return tuple((entry.start, entry.end) for entry in entries)
 
 
 def _answers(frame: FrameType) -> bool:
-    """Whether a frame is of code that answers, or passes on, a question for a value."""
+    """Whether a frame belongs to code that answers a question for a value, or passes it on."""
     return frame.f_code.co_filename.startswith(_PACKAGE) or frame.f_globals.get("__name__") in _OF_TORCH
 
 
 @lru_cache(maxsize=1024)
 def _answer_at(code: CodeType, offset: int) -> bool | None:
-    """Returns the answer of :func:`answer_of_guard` to the instruction at ``offset`` of a code object."""
+    """Returns the answer of :func:`answer_of_guard` for the instruction at ``offset``, which asks for the condition."""
     instructions = [
         instruction for instruction in dis.get_instructions(code) if instruction.opname not in ("CACHE", "NOT_TAKEN")
     ]
@@ -92,7 +92,7 @@ def _answer_at(code: CodeType, offset: int) -> bool | None:
     raises = _raises(instructions[goes_on:]), _raises(instructions[jumps:])
     if raises[0] == raises[1]:
         return None
-    wanted = raises[0] == jump.opname.endswith("IF_TRUE")  # to jump where going on raises
+    wanted = raises[0] == jump.opname.endswith("IF_TRUE")  # the value that avoids the branch with the raise
     return wanted != negated
 
 

@@ -1,7 +1,7 @@
 """Finds the tensors that a model returns inside of objects which torch's tree functions do not look into.
 
-A forward may return a dataclass, a dict of its own class, or a ``torch.distributions`` object. Its loss reads the
-tensors inside, so where stages or ranks have parts of a model they have to be found there too.
+A forward may return a dataclass, a dict of its own class, or a ``torch.distributions`` object. The loss reads the
+tensors inside. If the model is cut over stages or ranks, these tensors have to be found too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwright.analysis.operator_results import tensors_of
 from shardwright.errors import PlanError
 
 _DEEPEST = 6
-"""How deep objects, lists and dicts that are nested in each other are searched for tensors."""
+"""How many levels of nested objects, lists and dicts are searched for tensors."""
 
 _ELSE = (str, bytes, int, float, complex, type, nn.Module, torch.Generator, torch.dtype, torch.device, ModuleType,
          FunctionType, BuiltinFunctionType, MethodType)  # fmt: skip
@@ -56,10 +56,11 @@ def hidden_tensors(tree: Any) -> list[HiddenTensor]:
 
 
 def unseen_outputs(outputs: Any) -> list[HiddenTensor]:
-    """Returns an output's hidden tensors if it has no visible ones, else those that alone depend on some parameter.
+    """Returns the hidden tensors of an output that the loss needs.
 
-    Only they train that parameter, since no visible output depends on it. The keys and values of a cache, also those of
-    a window of them, depend on parameters on which the logits beside them depend too.
+    If the output has no visible tensors, these are all hidden ones. Else they are the hidden tensors that depend on a
+    parameter on which no visible output depends, so that only they can train it. The cached keys and values of an
+    attention are left out, because the logits beside them depend on the same parameters.
     """
     hidden, visible = hidden_tensors(outputs), [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     if not hidden or not visible:
@@ -73,10 +74,10 @@ def unseen_outputs(outputs: Any) -> list[HiddenTensor]:
 
 
 def checked_loss(loss: Callable[[Any, Any], Any], output: Any, targets: Any, where: str, *, all_of: bool) -> Any:
-    """Returns a loss of an output and targets, of which a layout's part ``where`` may have parts only.
+    """Returns the loss of an output and targets, which under a layout's part ``where`` may be parts of the whole ones.
 
-    Raises: PlanError: the loss reads a hidden tensor on the meta device, which another stage has, or, with ``all_of``,
-        any hidden tensor.
+    Raises: PlanError: the loss reads a hidden tensor on the meta device, whose values another stage has, or, with
+        ``all_of``, any hidden tensor.
     """
     hidden = {id(entry.tensor): entry for entry in hidden_tensors(output) if all_of or entry.tensor.is_meta}
     if not hidden:
@@ -85,7 +86,7 @@ def checked_loss(loss: Callable[[Any, Any], Any], output: Any, targets: Any, whe
     with _Reads() as reads:
         try:
             loss_value = loss(output, targets)
-        except Exception as error:  # the user's loss may raise anything, also for want of a hidden tensor
+        except Exception as error:  # the user's loss may raise anything, also because it lacks a hidden tensor
             failure = error
     read = next((hidden[tensor_id] for tensor_id in reads.tensors if tensor_id in hidden), None)
     if read is not None:
@@ -96,7 +97,7 @@ def checked_loss(loss: Callable[[Any, Any], Any], output: Any, targets: Any, whe
 
 
 class _Reads(TorchFunctionMode):
-    """A torch function mode that collects the ids of functions' tensor arguments, but not in reads of shapes."""
+    """A torch function mode that collects the ids of the tensor arguments of all functions but reads of shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class _Reads(TorchFunctionMode):
 
 
 _ASKS = frozenset(("__get__", "size", "dim", "numel", "__len__", "is_floating_point", "stride"))
-"""The names of functions that ask for a tensor's shape and the like; attributes such as ``shape`` are ``__get__``."""
+"""The names of functions that ask for a tensor's shape and the like; ``__get__`` reads attributes such as ``shape``."""
 
 
 def refused_output(holder: type, where: str) -> PlanError:
@@ -140,7 +141,7 @@ def _inside(value: Any, holder: type, seen: set[int], depth: int) -> Iterator[Hi
 def _items(value: Any) -> Iterator[tuple[Any, Callable[[Tensor], None] | None]]:
     """Yields each value that an object holds, with a function that puts a tensor in its place (None if it cannot)."""
     if isinstance(value, list | tuple) and value and isinstance(value[0], str | int | float):
-        return  # as a list of tokens, which may be long
+        return  # may be a long list of tokens
     if isinstance(value, Mapping | list | tuple):
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
         put = value.__setitem__ if isinstance(value, MutableMapping | list) else None

@@ -24,10 +24,10 @@ OPERATORS = frozenset((
     "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub", "itruediv",
     "ixor",
 ))  # fmt: skip
-"""The functions of ``operator`` that write into their first argument. A ``_`` at the end of a name, as of ``and_``,
-says nothing there."""
+"""The functions of ``operator`` that write into their first argument; there, a ``_`` at the end of a name, as in
+``and_``, does not mean a write."""
 MARKS = frozenset(("requires_grad_", "share_memory_"))
-"""Methods of tensors whose names end like those of writes, and that change no value."""
+"""Methods of tensors whose names end in ``_`` although they change no value."""
 
 
 def put(tensor: Tensor, place: Any, value: Any) -> Tensor:
@@ -51,8 +51,8 @@ def name_of(node: fx.Node) -> str:
 def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
     """Returns the node into whose value ``node`` writes in place, or None if ``node`` writes to no argument.
 
-    A write is known by the name of the function or method, such as ``add_`` or ``iadd``, by :func:`put`, or by
-    ``inplace=True`` of a function or module. It goes to the first argument.
+    A node writes if its function or method has a name such as ``add_`` or ``iadd``, if it calls :func:`put`, or if its
+    function or module has ``inplace=True``. It writes to its first argument.
     """
     first = node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
@@ -99,10 +99,10 @@ def _read_instead(new: fx.Node, old: fx.Node, graph: fx.Graph) -> None:
 def check_writes(graph: fx.Graph, chunk_of: Any, model: nn.Module) -> None:
     """Raises LayoutError if one chunk writes to memory that another chunk then reads through another view of it.
 
-    ``chunk_of`` maps each node to its pipeline chunk, or to None if every chunk computes the node. A write by such a
-    node counts as another chunk's.
+    ``chunk_of`` maps each node to its pipeline chunk, or to None if every chunk computes the node. A write by a node
+    that every chunk computes counts as a write by another chunk.
     """
-    # root: the node that allocated a node's memory, as far as names of functions show views
+    # maps a node to the node that allocated its memory, as far as the names of functions show views
     root: dict[fx.Node, fx.Node] = {}
     writes: list[tuple[fx.Node, fx.Node]] = []
     for node in graph.nodes:

@@ -26,8 +26,8 @@ class _TracedBlocks(NamedTuple):
 def traces_kept() -> Iterator[None]:
     """Returns a context in which :func:`kept` caches traces: modules of equal code, sizes and settings share one.
 
-    A context inside another, such as that of a plan in that of a search, shares the traces of kinds. Threads do not
-    share traces, because in tests each thread is a rank.
+    A context inside another one, as for a plan within a search, shares the traces by kind with it. Threads do not share
+    traces, because in tests each thread is a rank.
     """
     before: _TracedBlocks | None = getattr(_KEPT, "traces", None)
     _KEPT.traces = _TracedBlocks({}, {} if before is None else before.of_kind)
@@ -43,7 +43,7 @@ def kept(
     """Returns ``trace(module)``, or the stored result of an earlier call in the same :func:`traces_kept` context.
 
     Modules that are alike share a trace, unless the graph holds tensors. The caller must not change the graph. ``way``
-    tells functions apart that trace a module differently.
+    is a key that differs for functions ``trace`` that trace a module differently.
 
     >>> layer = nn.Linear(2, 2)
     >>> with traces_kept():

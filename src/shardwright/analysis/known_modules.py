@@ -17,7 +17,7 @@ from shardwright.models.attention import Attention, Rotary
 
 
 class MetaForward(partial[Any]):
-    """The forward of a module inside of :func:`without_branches`: that of its class, but for what it asks of masks."""
+    """The forward of a module inside of :func:`without_branches`: the forward of its class, without reads of masks."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def without_branches(model: nn.Module) -> Iterator[None]:
 
 
 def _is_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Replaces torch's function: a mask is causal only if the caller passes the hint."""
+    """Replaces torch's function: a mask counts as causal only if the caller passes ``is_causal``."""
     return is_causal is True
 
 
@@ -83,7 +83,7 @@ def known_chains(model: nn.Module) -> Iterator[tuple[LayerChain, bool]]:
 def is_known_attention(module: nn.Module) -> bool:
     """Returns whether a module is a plain ``nn.MultiheadAttention``, without ``add_bias_kv`` and ``add_zero_attn``.
 
-    A subclass is not, nor is one with hooks, a replaced forward or a replaced output projection.
+    The result is False for a subclass, and for a module with hooks, a replaced forward or a replaced output projection.
 
     >>> [is_known_attention(nn.MultiheadAttention(4, 2, add_bias_kv=more)) for more in (False, True)]
     [True, False]

@@ -14,11 +14,12 @@ from shardwright.errors import PlanError
 def left_untouched(model: nn.Module, *, replaced_only: bool = False) -> Iterator[None]:
     """Returns a context in which copies of a model run; at its end it is an error if the model itself was written to.
 
-    With ``replaced_only`` it is one if tensors or gradients of it were replaced: copies may share its memory then.
+    With ``replaced_only``, copies may share the model's memory: it is an error only if tensors or gradients of the
+    model were replaced.
 
-    Code writes to it that reaches a module otherwise than by the modules around it: by a global name, or by a list in
-    which a class keeps all modules that it has made. Buffers that were replaced are put back. If the code raised an
-    error of its own, that is the cause of the one raised here.
+    Code in a copy can write to the model if it reaches a module by a global name, or by a list in which a class keeps
+    all of its instances. Buffers that were replaced are put back. If the code raised an error of its own, that error is
+    the cause of the PlanError.
 
     Raises: PlanError: a parameter or a buffer of ``model`` has changed, or a parameter has got a gradient.
 

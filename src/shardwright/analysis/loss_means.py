@@ -1,7 +1,7 @@
-"""Finds means in a loss over something else than the count that the loss returns, such as a mean over a mask.
+"""Finds means in a loss that divide by another number than the count that the loss returns, such as a mask's sum.
 
-Each rank takes the mean over its own samples. The mean of these, weighted by the ranks' numbers of targets, is then
-another number than the mean over the whole batch.
+Each rank takes the mean over its own samples. The library averages the ranks' means, weighted by their counts of
+targets. If the loss divided by another number, that average differs from the mean over the whole batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REDUCTION_AT = {
     "binary_cross_entropy": 3, "huber_loss": 2, "mse_loss": 2, "nll_loss2d_forward": 3, "nll_loss_forward": 3,
     "smooth_l1_loss": 2,
 }  # fmt: skip
-"""Losses among the operators, with the place of their argument ``reduction``."""
+"""Operators that are losses, with the place of their argument ``reduction``."""
 
 _OF_TERMS = frozenset(("add", "neg", "sub"))
 """Operators whose operands are terms of the loss, if their result is the loss."""
@@ -43,17 +43,18 @@ def other_means(
 ) -> list[RecordedCall]:  # fmt: skip
     """Returns the operators by which a recorded loss divides a sum over samples by another number than is counted.
 
-    Such a number is a sum of weights, or a count of the samples that a mask keeps, while the loss counts the targets.
+    Such a number is a sum of weights, or the number of samples that a mask keeps, while the loss counts the targets.
+    Not returned is a division that the loss undoes, by multiplying its mean by that number again, as :class:`MeanLoss`
+    does with the number of targets that it does not ignore.
 
-    ``sums`` are the values that are made of all samples, and ``trained`` those that depend on the model's output.
-    Where the loss multiplies its mean by that sum or count again, as :class:`MeanLoss` does with the targets that it
-    does not ignore, nothing is found. ``targets`` tell whether there are classes to be ignored. A model that computes
-    its loss itself counts nothing: ``counted`` then has the class of its labels that the caller does not count, or None
-    where the caller counts samples. A second mean over other targets is found there too, if not all labels count.
+    ``sums`` are the values that were summed over samples, and ``trained`` those that depend on the model's output.
+    ``targets`` show whether there are classes to be ignored. ``counted`` is for a model that computes its loss itself
+    and returns no count: it has the class of labels that the caller does not count, or None if the caller counts
+    samples. With it, a second mean over other targets is returned too, if not all labels count.
     """
     numbers = _LossNumbers(recording, axes, counted)
     means: list[RecordedCall] = []
-    counts = set[int]()  # the targets of the means so far
+    counts = set[int]()  # the numbers of the targets that the means so far were taken over
     for call in recording.calls:
         is_other = False
         if call.name in _CLASS_LOSSES and call.argument(3, "reduction") == _MEAN and call.results[0] in sums:
@@ -83,19 +84,19 @@ def other_means(
 
 
 def sum_call(recording: Recording, axes: RunAxes, loss: TensorUse) -> RecordedCall | None:
-    """Returns the operator whose sum over samples is the ``loss``, or a term of it, undivided; None for a mean."""
+    """Returns the operator whose undivided sum over samples is the ``loss`` or a term of it; None for a mean."""
     return _LossNumbers(recording, axes, None).undivided(loss)
 
 
 class _ClassCount(NamedTuple):
-    """A count of targets but those of one class: the class, and which targets (:meth:`_LossNumbers.number`)."""
+    """A count of all targets but those of the class ``ignored``; ``targets`` is :meth:`_LossNumbers.number` of them."""
 
     ignored: int
     targets: int
 
 
 class _LossNumbers:
-    """The operators that made the numbers of a recorded loss; methods tell which are sums, counts, or made alike."""
+    """The values of a recorded loss and the operators that made them; tells which are sums, counts, or made alike."""
 
     def __init__(self, recording: Recording, axes: RunAxes, counted: tuple[int | None] | None) -> None:
         self._axes, self._calls, self._counted = axes, recording.calls, counted
@@ -117,11 +118,11 @@ class _LossNumbers:
                     args_of[call] = args
 
     def number(self, use: TensorUse) -> int:
-        """Returns a number that is the same for values that were made alike, such as two counts of one mask."""
+        """Returns a number that is equal for values computed in the same way, such as two counts of one mask."""
         return self._numbers.setdefault(use, -1 - len(self._numbers))
 
     def sums_samples(self, use: TensorUse) -> bool:
-        """Returns whether a value is a sum over samples of what depends on the batch, such as the count of a mask."""
+        """Returns whether a value is a sum over samples of a tensor that is no constant, such as the sum of a mask."""
         call = self._maker.get(self._source(use))
         if call is None or call.name not in ("count_nonzero", "mean", "sum"):
             return False
@@ -130,7 +131,7 @@ class _LossNumbers:
         )
 
     def class_count(self, use: TensorUse) -> _ClassCount | None:
-        """Returns the class of which the targets are not counted, if a value counts all others, or else None."""
+        """Returns which class is left out if a value is a count of all targets but those of one class; else None."""
         call = self._maker.get(self._source(use))
         kept = None if call is None or call.name != "sum" else self._maker.get(self._source(call.operands[0]))
         compared = None if kept is None else kept if kept.name == "ne" else self._equal(kept)
@@ -138,21 +139,21 @@ class _LossNumbers:
         return _ClassCount(number, self.number(compared.operands[0])) if compared and isinstance(number, int) else None
 
     def leaves_out(self, count: _ClassCount, times: Collection[TensorUse], targets: Any) -> bool:
-        """Returns whether a mean leaves out the targets of a class, and is not multiplied by the count of the rest.
+        """Returns whether a mean over the targets of ``count`` leaves out targets that the loss or the caller counts.
 
-        ``times`` are the tensors by which the mean is multiplied. The count of all targets of a batch is not the count
-        of a mean over some of them. A class below 0 is left out only if a target has it.
+        That is not so if the mean is multiplied by the same count again; ``times`` are the tensors by which it is
+        multiplied. A class below 0 counts as left out only if a target has it.
         """
         if any(self.class_count(use) == count for use in times):
             return False
-        if self._counted is not None:  # the class of labels that are not counted, or one that no label has
+        if self._counted is not None:  # nothing is lost if the caller leaves out the same class, or no label has it
             return self._counted != (count.ignored,) and _has_class(targets, count.ignored)
         return count.ignored >= 0 or _has_class(targets, count.ignored)
 
     def undivided(self, use: TensorUse) -> RecordedCall | None:
-        """Returns the operator whose sum over samples is a number, or a term of it; None for a sum that is divided.
+        """Returns the operator whose undivided sum over samples is ``use`` or a term of it.
 
-        The result is None too if the number is no sum over samples.
+        The result is None if the sum is divided, or if ``use`` is no sum over samples.
         """
         call = self._maker.get(self._source(use))
         if call is None:
@@ -162,15 +163,15 @@ class _LossNumbers:
         at = _REDUCTION_AT.get(call.name)
         is_sum = call.name == "sum" if at is None else call.argument(at, "reduction", _MEAN) == _SUM
         maker = self._maker.get(self._source(call.operands[0])) if call.operands else None
-        is_sum &= maker is None or maker.name.removesuffix("_") != "div"  # of what is divided before it is added up
-        # samples are lost to the axes by operators without a rule, such as that of CTC, but not their number, a prime
+        is_sum &= maker is None or maker.name.removesuffix("_") != "div"  # a sum of divided terms is a mean
+        # after an operator without a rule, such as CTC, the axes show no samples, but the size does, a prime number
         has_samples = call.operands and (
             self._has_samples(call.operands[0]) or (self._count > 1 and self._count in call.operands[0].shape)
         )
         return call if is_sum and has_samples and not self._has_samples(use) else None
 
     def multiplied_by(self, mean: TensorUse) -> list[TensorUse]:
-        """Returns the tensors by which a mean, or what is made of it, is multiplied later on."""
+        """Returns the tensors by which a mean, or a value computed from it, is multiplied later on."""
         derived, factors = {mean}, list[TensorUse]()
         for call in self._calls:
             if not derived.isdisjoint(call.operands):
@@ -196,7 +197,7 @@ class _LossNumbers:
 
 
 def _keeps_number(call: RecordedCall) -> bool:
-    """Returns whether an operator's result is the same count as its operand, as after adding a small number."""
+    """Returns whether an operator's result counts as the same number as its operand, as after adding an epsilon."""
     name = call.name.removesuffix("_")
     return name in _SAME_NUMBER or (name == "add" and len(call.operands) == 1 and not call.results[0].shape)
 

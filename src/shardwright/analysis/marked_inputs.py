@@ -1,8 +1,8 @@
 """Marks the inputs of a batch that cannot be split into samples along dim 0, as plain tensors can.
 
 There are three kinds: a tensor that all samples share, a packed tensor in which each sample has some rows, and a list
-with one entry per sample. A mark is a node of torch's trees, so that casts, copies and moves reach its tensors; what
-takes samples of a batch asks for it. The model is called with the tensor or the list itself.
+with one entry per sample. A mark is a node of torch's trees, so that casts, copies and moves reach its tensors. Code
+that takes some samples of a batch treats marks apart. The model is called with the tensor or the list itself.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class SampleRows:
 
     @property
     def shapes(self) -> tuple[int, ...]:
-        """What shape each sample's part has: its number of rows."""
+        """What tells the shapes of the samples' parts apart: the number of rows of each sample."""
         return self.counts
 
     def of(self, places: Sequence[int]) -> SampleRows:
         """Returns the rows of the samples at these places, in their order."""
         bounds = (0, *accumulate(self.counts))
         start, stop = (places[0], places[-1] + 1) if places else (0, 0)
-        if list(places) == list(range(start, stop)):  # a view, as of other tensors
+        if list(places) == list(range(start, stop)):  # a slice is a view, not a copy, as for plain tensors
             rows = self.tensor[bounds[start] : bounds[stop]]
         else:
             rows = torch.cat([self.tensor[bounds[place] : bounds[place + 1]] for place in places])
@@ -87,11 +87,11 @@ register_pytree_node(SampleValues, lambda mark: (mark.entries, None), lambda ent
 def whole(tensor: Tensor) -> Whole:
     """Marks a tensor among a batch's inputs that has no samples in dim 0, such as positions that all samples share.
 
-    The model is called with the tensor itself, whole, on every rank and in every microbatch. Mark it in the example and
-    in each batch; the tensor may have any shape, and other values from batch to batch. Code of one's own that reads a
+    The model is called with the whole tensor on every rank and in every microbatch. Mark it in the example and in each
+    batch. The tensor may have any shape, and its values may change from batch to batch. Your own code that reads a
     batch finds the tensor in the mark's attribute ``tensor``.
 
-    Raises: PlanError: it is not given a tensor.
+    Raises: PlanError: ``tensor`` is not a tensor.
 
     >>> import torch, shardwright as sw
     >>> class Shifted(torch.nn.Linear):
@@ -115,13 +115,13 @@ def whole(tensor: Tensor) -> Whole:
 def packed(tensor: Tensor, counts: Iterable[int]) -> SampleRows:
     """Marks an input tensor as packed: dim 0 holds ``counts[i]`` rows for sample i, one sample after the other.
 
-    The patches of pictures of several sizes are given so, and other ragged batches. Each rank and microbatch is given
-    the rows of its own samples, and the model is called with the tensor itself. Mark it in the example and in each
-    batch. What mixes the rows of several samples, as a batch norm over them does, is not seen;
-    dropout of the rows is refused, but for that of each sample's in a loop over the samples. The mark's attributes are
-    ``tensor`` and ``counts``.
+    Patches of pictures of several sizes and other ragged batches have this form. Each rank and microbatch gets the rows
+    of its own samples, and the model is called with a plain tensor. Mark it in the example and in each batch. Code that
+    mixes the rows of several samples, such as a batch norm over rows, is not detected. Dropout of rows is refused,
+    unless it is applied to one sample at a time in a loop over the samples. The mark's attributes are ``tensor`` and
+    ``counts``.
 
-    Raises: PlanError: it is not given a tensor, or the counts do not add up to its size in dim 0.
+    Raises: PlanError: ``tensor`` is not a tensor, or the counts do not add up to its size in dim 0.
 
     >>> import torch, shardwright as sw
     >>> class Counts(torch.nn.Linear):
@@ -147,10 +147,10 @@ def packed(tensor: Tensor, counts: Iterable[int]) -> SampleRows:
 def per_sample(values: Iterable[Any]) -> SampleValues:
     """Marks a list in a batch as holding one entry per sample, so that it is split like the batch's tensors.
 
-    Each rank and microbatch is given the entries of its own samples, and the model or the loss is called with a list of
-    them. A list of numbers, of text, or of dicts whose tensors have unlike numbers of rows is taken for one without a
-    mark, if it has as many entries as the batch has samples. Mark the others, as a list of pictures of several sizes
-    where no other tensor tells the number of samples, in the example and in each batch.
+    Each rank and microbatch gets the entries of its own samples, and the model or the loss is called with a list of
+    them. No mark is needed for a list of numbers, of text, or of dicts whose tensors differ in their numbers of rows,
+    if the list has as many entries as the batch has samples. Mark other lists, in the example and in each batch: for
+    example a list of pictures of several sizes, where no other tensor shows the number of samples.
 
     >>> import torch, shardwright as sw
     >>> class Sizes(torch.nn.Linear):
@@ -171,11 +171,11 @@ def is_mark(leaf: Any) -> bool:
 def lists_marked(tree: Any) -> Any:
     """Returns nested values in which each list with one entry per sample has a mark, so that it is cut as tensors are.
 
-    Such a list has as many entries as the tensors outside of lists have samples, and entries that are no tensors with
-    the samples in dim 0 themselves: numbers, text, or dicts with tensors of other sizes. Where no tensor is outside of
-    lists, it is a list of numbers, text or dicts. A tuple of text is taken for a list. Other tuples never are.
+    A list is taken to have one entry per sample if it has as many entries as the tensors outside of lists have samples,
+    unless all tensors in its entries have that many rows themselves. If there are no tensors outside of lists, lists of
+    numbers, text or dicts give the number of samples. A tuple of text counts as a list; other tuples never do.
 
-    Raises: PlanError: a list has as many dicts as there are samples, and all their tensors have as many rows.
+    Raises: PlanError: a list has as many dicts as there are samples, and all tensors in them have as many rows.
 
     >>> lists_marked({"x": torch.ones(2, 3), "names": ["a", "b"], "sizes": (3, 4)})["names"]
     SampleValues(entries=['a', 'b'])
@@ -189,7 +189,7 @@ def lists_marked(tree: Any) -> Any:
     sizes |= {leaf.num_samples for leaf in outside if isinstance(leaf, SampleRows | SampleValues)}
     if not sizes:
         sizes = {len(leaf) for leaf in outside if _may_be_listed(leaf) and _is_of_samples(leaf)}
-    if len(sizes) != 1:  # what is wrong with the others is said where samples are counted
+    if len(sizes) != 1:  # the code that counts samples raises the error for different sizes
         return tree
     (number,) = sizes
 
@@ -216,9 +216,9 @@ def _may_be_listed(value: Any) -> bool:
 
 
 def _is_of_samples(values: Sequence[Any]) -> bool:
-    """Returns whether a list has an entry for each sample, which is taken to be so if no entry is itself a tensor.
+    """Returns whether a list is taken to have an entry for each sample: whether no entry is itself a tensor.
 
-    A list of tensors may be several arguments, or feature maps, with the samples in dim 0 of each.
+    A list of tensors may be several arguments, or feature maps, with the samples in dim 0 of each tensor.
     """
     return not any(isinstance(value, Tensor) for value in values)
 
@@ -226,8 +226,8 @@ def _is_of_samples(values: Sequence[Any]) -> bool:
 def map_samples(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Returns a tree of inputs with some of its samples, which ``function`` selects along dim 0 of a tensor.
 
-    ``function`` is applied to each tensor that has samples in dim 0, as ``tensor[2:5]``. Of packed tensors the rows of
-    these samples are taken, and of lists their entries; tensors that are marked as whole stay as they are.
+    ``function``, for example ``tensor[2:5]``, is applied to each tensor that has samples in dim 0. Packed tensors keep
+    the rows of the same samples, lists keep their entries, and tensors that are marked as whole stay as they are.
 
     >>> map_samples({"x": torch.arange(4), "n": packed(torch.arange(5), [2, 0, 1, 2])}, lambda t: t[2:])
     {'x': tensor([2, 3]), 'n': SampleRows(tensor=tensor([2, 3, 4]), counts=(1, 2))}
@@ -264,7 +264,7 @@ def first_repeated(batch: tuple[Any, Any], number: int) -> tuple[Any, Any]:
 def hint_of_samples(inputs: Any) -> str:
     """Returns advice for the error of a forward that fails on a part of the samples: an input may have none in dim 0.
 
-    It is "" if only one tensor has samples: then no other can have the batch's size in dim 0 by accident.
+    The advice is "" if at most one tensor has samples: then no other can have the batch's size in dim 0 by accident.
 
     >>> hint_of_samples((torch.ones(4, 3), torch.ones(4)))[:66]
     'samples were taken from dim 0 of inputs of shapes [4, 3], [4]; if '
@@ -279,23 +279,23 @@ def hint_of_samples(inputs: Any) -> str:
 
 
 def _marks(tree: Any) -> list[Whole | SampleRows | SampleValues]:
-    if isinstance(tree, Tensor):  # as in most batches, on which no time is spent
+    if isinstance(tree, Tensor):  # a shortcut for most batches
         return []
     return [leaf for leaf in tree_leaves(tree, is_leaf=is_mark) if is_mark(leaf)]
 
 
 def marks_in(tree: Any) -> list[Whole | SampleRows | SampleValues]:
-    """Returns the marked parts of a batch that have tensors; lists of numbers or text alone are left out."""
+    """Returns the marked parts of a batch that have tensors; lists with only numbers or text are left out."""
     return [mark for mark in _marks(tree) if any(isinstance(leaf, Tensor) for leaf in tree_leaves(mark))]
 
 
 def packed_in(tree: Any) -> list[SampleRows | SampleValues]:
-    """Returns the marked parts of a batch of which each sample has its own: packed tensors, and lists of entries."""
+    """Returns the marked parts of a batch that have something for each sample: packed tensors, and lists of entries."""
     return [mark for mark in _marks(tree) if isinstance(mark, SampleRows | SampleValues)]
 
 
 def unmarked(tree: Any) -> Any:
-    """Returns a batch's inputs or targets as a model or a loss takes them: with the marked tensors and lists alone."""
+    """Returns a batch's inputs or targets as a model or a loss takes them: marks are replaced by what they mark."""
     return tree_map(_without_mark, tree, is_leaf=is_mark) if _marks(tree) else tree
 
 

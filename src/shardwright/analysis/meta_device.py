@@ -28,9 +28,9 @@ def on_meta(
     """Returns a context in which a model's forward can run on the meta device, even on a batch without samples.
 
     With ``values``, small constants such as masks keep values that the model's code may read, and the context yields
-    the :class:`MetaValues` that hold them; without, it yields None. ``guess`` is the answer to conditions on values
-    that are not known, as in :class:`MetaValues`; with it, masks that are not known select all, and numbers are 1.
-    With ``spread``, ``topk``, ``argmax`` and the like choose each index as often (:class:`MetaValues`).
+    the :class:`MetaValues` that hold them; without ``values``, it yields None. ``guess`` is the answer to conditions on
+    unknown values, as in :class:`MetaValues`; if it is given, unknown masks select everything, and unknown numbers are
+    1. With ``spread``, ``topk``, ``argmax`` and the like choose each index equally often (:class:`MetaValues`).
     ``instead`` maps torch functions to the functions that run in their place.
 
     >>> class Masked(nn.Linear):
@@ -65,8 +65,8 @@ def meta_copy(module: nn.Module) -> nn.Module:
 def buffers_put_back(model: nn.Module) -> Iterator[None]:
     """Returns a context after which a model has the buffers that it had before, in the shapes that they had.
 
-    A forward may replace them, as one that computes a table of positions when it meets a new length. On the meta
-    device the table has no values, so a later forward must compute it again.
+    A forward may replace buffers: for example, it may compute a new table of positions for longer inputs. On the meta
+    device that table has no values, so a later forward must compute it again.
 
     >>> model = nn.BatchNorm1d(2)
     >>> before = model.running_mean
@@ -89,7 +89,7 @@ def buffers_put_back(model: nn.Module) -> Iterator[None]:
 
 
 def _interpolate(input: Tensor, *args: Any, **named: Any) -> Tensor:
-    """Returns ``interpolate``'s result also for no samples on meta, where torch's nearest-neighbour kernels raise."""
+    """Runs ``interpolate``, also on a meta batch without samples, for which torch's nearest-neighbour kernels raise."""
     if len(input) or not input.is_meta:
         return functional.interpolate(input, *args, **named)
     one = functional.interpolate(input.new_empty(1, *input.shape[1:]), *args, **named)

@@ -40,7 +40,7 @@ _READS = frozenset(["_local_scalar_dense", "equal", "is_nonzero", "item"])
 _SELECTING = frozenset(["nonzero", "masked_select", "index"])
 _UNKNOWN_SIZE = frozenset(["nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim"])
 _CHOOSING = {"topk": -1, "sort": -1, "multinomial": -1, "argmax": None, "argmin": None, "max": None, "min": None}
-"""The operators whose results have indices of elements that they choose along a dim, and the dim if none is given."""
+"""The operators that choose elements along a dim and return their indices, each with its default dim."""
 
 TO_NUMBERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 """The functions that give the values of a tensor to Python or NumPy."""
@@ -67,7 +67,7 @@ class ValueReadError(RuntimeError):
 
 
 def view_key(tensor: Tensor) -> ValueKey:
-    """Returns a key of the view that a tensor is: storage, offset, shape, strides, dtype; its id if it is sparse."""
+    """Returns a key of a tensor's view: storage, offset, shape, strides and dtype; for a sparse tensor, its id."""
     try:
         storage = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse tensors have none
@@ -78,8 +78,8 @@ def view_key(tensor: Tensor) -> ValueKey:
 def keep_values(buffer: Tensor, copy: Tensor) -> Tensor:
     """Attaches to ``copy``, a copy of a small buffer on the meta device, the buffer's values, and returns ``copy``.
 
-    Nothing is attached if the buffer has more than :data:`MOST_KEPT` elements, or no values. Code may read a buffer, as
-    one that holds a layer's padding; :meth:`MetaValues.give_kept` gives it the values.
+    Nothing is attached if the buffer has more than :data:`MOST_KEPT` elements, or no values. Code may read a buffer,
+    such as one with a layer's padding; :meth:`MetaValues.give_kept` makes the attached values known to the mode.
     """
     values = buffer.__dict__.get(_KEPT) if buffer.is_meta else buffer.detach()
     if values is not None and copy.is_meta and values.numel() <= MOST_KEPT:
@@ -90,7 +90,7 @@ def keep_values(buffer: Tensor, copy: Tensor) -> Tensor:
 def _leaves_elements(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int | None = None) -> bool:
     """Returns whether ``tensor.as_strided_(shape, strides, offset)`` leaves every element at its index.
 
-    It does so if it changes the strides of dims of size 1 only. Torch calls it like that on the result of pooling
+    That is so if only the strides of dims of size 1 change. Torch makes such a call on the result of pooling
     channels-last pictures to one pixel.
     """
     places = zip(tensor.shape, tensor.stride(), strides, strict=False)
@@ -103,13 +103,15 @@ class MetaValues(DispatchMode):
 
     An operator on tensors of both the CPU and the meta device runs on meta. A random operator draws nothing: on the CPU
     its numbers are 0.5 (integers 0), on meta they have no values. A subclass can override :meth:`ran` to see the
-    operators. If ``guess`` is given, it is the answer to every yes-or-no condition on values that are known only in a
-    real run, but where one of the answers leads to a ``raise`` at once: then it is the other one. While ``selects_all``
-    is set, masks that are known only in a real run count as true everywhere, and so do conditions without a ``guess``:
-    code that selects by them, as the loop over the experts of a mixture does, selects everything. A number that only a
-    real run has is then 1.
-    With ``spread``, the indices of the largest elements, where only a real run has them, are each of the indices as
-    often: the router of a mixture then sends each expert as many tokens, which is what a step's cost is stated for.
+    operators.
+
+    Some values are known only in a real run. If ``guess`` is given, it is the answer to every yes-or-no condition on
+    such values; but if one of the two answers leads to a ``raise`` at once, the other one is given. While
+    ``selects_all`` is set, masks with such values count as true everywhere, and so do conditions without a ``guess``:
+    code that selects by them, as the loop over the experts of a mixture does, selects everything. A single number that
+    only a real run has is then 1. With ``spread``, ``topk``, ``argmax`` and the like choose each index equally often
+    where the real choice is not known. The router of a mixture then sends each expert the same number of tokens, for
+    which the cost of a step is stated.
 
     Raises: ValueReadError: the code reads any other value that is known only in a real run, or makes a tensor whose
         shape depends on one.
@@ -133,21 +135,21 @@ class MetaValues(DispatchMode):
     def __init__(self, *, guess: bool | None = None, selects_all: bool = False, spread: bool = False) -> None:
         super().__init__()
         self.num_selected = 0
-        """How many conditions and numbers that only a real run has were taken as true, or as 1 (``selects_all``)."""
+        """How many conditions were taken as true, and numbers as 1, as only a real run has them (``selects_all``)."""
         self.num_numbers = 0
-        """How many numbers that only a real run has the code has read; each was taken as 1 (``selects_all``)."""
+        """How many numbers the code has read that only a real run has; each was taken as 1 (``selects_all``)."""
         self.num_masks = 0
-        """How many selections by masks whose values only a real run has took every element (``selects_all``)."""
+        """How many selections took every element, because only a real run has the mask's values (``selects_all``)."""
         self.selects_all = selects_all
         self.num_guessed = 0
         """How many conditions on values that only a real run has were answered by ``guess``."""
         self.num_reads = 0
         """How many calls so far have read values, or made a tensor whose shape depends on values."""
         self.keeps_values = True
-        """Whether results have values. Unset, none has: inside a function of torch whose own result has none."""
+        """Whether results get values; False inside a torch function if its arguments are not all known."""
         self._guess, self._spread = guess, spread
         self._values: dict[ValueKey, Tensor] = {}
-        # by the id of a storage, until that is freed: the keys in ``_values`` of the tensors that lie in it
+        # by the id of a storage: a reference to it, and the keys in ``_values`` of its tensors, until it is freed
         self._held: dict[int, tuple[weakref.ref[Any], list[ValueKey]]] = {}
         self._freed: deque[int] = deque()  # any thread may drop the last reference
 
@@ -162,7 +164,7 @@ class MetaValues(DispatchMode):
         """A hook for subclasses, called when ``on_meta`` replaces a tensor of another device; here it does nothing."""
 
     def selected(self) -> None:
-        """A hook for subclasses, called when what only a real run could say is taken as true everywhere, or as 1.
+        """A hook for subclasses, called when a mask, condition or number of a real run is taken as true or as 1.
 
         Here it does nothing.
         """
@@ -176,8 +178,8 @@ class MetaValues(DispatchMode):
     def values(self, tensor: Tensor) -> Tensor | None:
         """Returns a tensor's values, or None if they are known only in a real run or were too many to compute or keep.
 
-        A tensor that is not on the meta device is returned itself. A result has no values if it has more than
-        :data:`MOST_ELEMENTS` elements, or if the operands of its operator have more together.
+        A tensor that is not on the meta device is returned itself. The result of an operator has no values if it has
+        more than :data:`MOST_ELEMENTS` elements, or if the operands together have more.
         """
         self._forget_freed()
         return self._values.get(view_key(tensor)) if tensor.is_meta else tensor
@@ -207,29 +209,30 @@ class MetaValues(DispatchMode):
     def indexing(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Returns the function and arguments to run on the meta device: unchanged, but for functions that read values.
 
-        A number in a text, as in ``experts[f"expert_{number}"]``, is written if its value is known. ``tolist`` and
-        ``numpy`` read known values; while ``selects_all`` is set, numbers that only a real run has are ones for
-        ``tolist``, and for NumPy if they are a few integers, as choices and counts are. Some calls ``x[...]`` are
-        replaced by others that say more or do not fail. A list of numbers that is a range becomes the copy of a slice,
-        of which more is known. A scalar that is too large becomes the last index once everything was selected: a loop
-        over the experts of a mixture may then come to one more than there are, since a mask may have a row that no
-        sample chooses (as DBRX's has).
+        - A number in an f-string, as in ``experts[f"expert_{number}"]``, is formatted by its value.
+        - ``tolist`` and ``numpy`` read known values. While ``selects_all`` is set, numbers that only a real run has are
+          ones for ``tolist``, and also for NumPy if they are a few integers, as choices and counts are.
+        - In ``x[...]``, an old mask of bytes becomes a mask of booleans, which the meta device needs. A list of numbers
+          that is a range becomes the copy of a slice, whose dims are better known.
+        - In ``x[number]``, a number that is too large becomes the last index once everything was selected. A loop over
+          the experts of a mixture may then ask for one expert more than there are, since a mask may have a row that no
+          sample chooses (as in DBRX).
         """
         if function is Tensor.__format__ and args[0].is_meta and not args[0].dim():
             return _formatted, args
-        if function in TO_NUMBERS and args[0].is_meta:  # torch reads its memory, which no dispatch mode sees
+        if function in TO_NUMBERS and args[0].is_meta:  # torch would read the memory without a call to dispatch modes
             self.num_reads += 1
             values = self.values(args[0])
             is_few = args[0].numel() <= MOST_KEPT and not (args[0].is_floating_point() or args[0].is_complex())
             if values is None and function is not Tensor.tolist and not is_few:
-                return function, args  # NumPy may compute anything of them
+                return function, args  # NumPy may compute anything from them, so ones would be wrong
             return function, (self._unknown_numbers(args[0]) if values is None else values, *args[1:])
         if function is not Tensor.__getitem__ or not args[0].is_meta:
             return function, args
         x, index = args
         places = index if isinstance(index, tuple) else (index,)
         masks = [isinstance(place, Tensor) and place.dtype is torch.uint8 and place.dim() > 0 for place in places]
-        if any(masks):  # a mask of older code, which torch takes for one, but not on the meta device
+        if any(masks):  # torch accepts bytes as a mask, but not on the meta device
             indices = tuple(place.bool() if mask else place for place, mask in zip(places, masks, strict=True))
             return function, (x, indices)
         ranges = [_slice_of(place) for place in places]
@@ -248,14 +251,14 @@ class MetaValues(DispatchMode):
     def text_of(self, tensor: Tensor, spec: str) -> str:
         """Returns what an f-string writes for a tensor.
 
-        That is the value of a number that is known, since code may use it in a module's name. Any other tensor is
-        described as torch does it, which reads no value.
+        A known number is written as its value, since code may use it in a module's name. Any other tensor is described
+        as torch describes it, which reads no value.
         """
         known = not tensor.dim() and (self.selects_all or self.values(tensor) is not None)
         return _formatted(tensor, spec) if known else Tensor.__format__(tensor, spec)
 
     def _unknown_numbers(self, tensor: Tensor) -> Tensor:
-        """Returns ones, or true, in place of a tensor's values that only a real run has, and counts that.
+        """Returns ones, or true, in place of a tensor's values that only a real run has, and counts the read.
 
         Raises ValueReadError if ``selects_all`` is not set, or if there are too many.
         """
@@ -272,7 +275,7 @@ class MetaValues(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named, name = dict(kwargs or {}), func.overloadpacket.__name__
-        if is_collective(func):  # what it sends would reach ranks that record nothing
+        if is_collective(func):  # the message would reach ranks that do not expect it
             raise NotImplementedError(f"the code calls '{name}' of torch.distributed, which runs in steps alone")
         tensors = tensors_of((args, named))
         if func is torch.ops.aten.as_strided_.default and _leaves_elements(*args):
@@ -312,10 +315,10 @@ class MetaValues(DispatchMode):
         self.ran(func, args, named, results, random=name in RANDOM)
         return results
 
-    def _silently(self, func: Any, args: Any, named: Any, given: Sequence[Tensor]) -> Any:
+    def _silently(self, func: Any, args: Any, named: Any, tensors: Sequence[Tensor]) -> Any:
         result = func(*args, **named)
-        if isinstance(result, Tensor) and result.is_meta and given:
-            values = self.values(given[0])
+        if isinstance(result, Tensor) and result.is_meta and tensors:
+            values = self.values(tensors[0])
             if values is not None:
                 self.give(result, values)
         return result
@@ -337,7 +340,8 @@ class MetaValues(DispatchMode):
             named = {**named, "device": torch.device("meta")}
         if name == "split_with_sizes" and self.num_numbers:
             args = _fitting(*args)
-        on_cpu = (self._on_cpu(args), self._on_cpu(named)) if known else None  # found by shapes, which func may change
+        # looked up before the call, since values are found by shapes, which ``func`` may change
+        on_cpu = (self._on_cpu(args), self._on_cpu(named)) if known else None
         results = self._run(func, name, args, named)
         if written and not known:
             storages = {tensor.untyped_storage()._cdata for tensor in written}
@@ -346,7 +350,7 @@ class MetaValues(DispatchMode):
         elif on_cpu is not None:
             try:
                 values = func(*on_cpu[0], **on_cpu[1])
-            except RuntimeError:  # code that finds no CPU may choose a dtype of which its kernels do not know
+            except RuntimeError:  # the code does not expect the CPU and may use a dtype that its kernels lack
                 return results
             for result, value in zip(tree_leaves(results), tree_leaves(values), strict=True):
                 if isinstance(result, Tensor) and result.is_meta and value.numel() <= MOST_ELEMENTS:
@@ -367,7 +371,7 @@ class MetaValues(DispatchMode):
         return known.sort(descending=True).values
 
     def _spread_indices(self, func: Any, args: Any, named: Any, results: Any) -> None:
-        """Gives values to the indices that ``topk``, ``argmax`` and the like return: each index is chosen as often.
+        """Gives values to the indices that ``topk``, ``argmax`` and the like return, so that all occur equally often.
 
         The values count up from row to row, modulo the size of the dim.
         """
@@ -382,7 +386,7 @@ class MetaValues(DispatchMode):
         self.give(indices, numbers.reshape(indices.shape))
 
     def _chosen(self, name: str, args: Any) -> list[Tensor | None] | None:
-        """Returns the indices of an ``index`` call, masks as element numbers; None for other calls or unknown masks."""
+        """Returns the indices of an ``index`` call, masks as element numbers; None for unknown masks or other calls."""
         if name != "index" or any(self.values(mask) is None for mask in tensors_of(args[1])):
             return None
         indices: list[Tensor | None] = []
@@ -392,7 +396,7 @@ class MetaValues(DispatchMode):
         return [index if index is None else self._as_meta(index) for index in indices]
 
     def _all_selected(self, name: str, args: Any) -> Any:
-        """Returns ``nonzero``, ``masked_select`` or ``x[mask]`` as if the condition held everywhere; counts that."""
+        """Returns the result of ``nonzero``, ``masked_select`` or ``x[mask]`` for a mask that is true everywhere."""
         self.num_selected += 1
         self.num_masks += 1
         self.selected()
@@ -437,18 +441,18 @@ class MetaValues(DispatchMode):
 
 
 def _fitting(x: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, Sequence[int], int]:
-    """Returns the arguments of ``split_with_sizes``, with even sizes in place of ones that do not add up to the dim.
+    """Returns the arguments of ``split_with_sizes``, with even sizes if all sizes are 1 and do not add up to the dim.
 
-    Such ones stand for numbers that only a real run has, such as the rows of each expert.
+    Sizes of 1 then stand for numbers that only a real run has, such as each expert's number of rows.
     """
     if sum(sizes) != x.shape[dim] and set(sizes) == {1}:
         sizes = [stop - start for start, stop in pairwise(balanced(x.shape[dim], len(sizes)))]
     return x, sizes, dim
 
 
-def _drawn(func: Any, args: Any, named: dict[str, Any], given: Sequence[Tensor]) -> Any:
+def _drawn(func: Any, args: Any, named: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
     """Runs a random operator with every drawn number replaced by 0.5, so that all ranks take the same branches."""
-    device = named.get("device") or (given[0].device if given else "cpu")
+    device = named.get("device") or (tensors[0].device if tensors else "cpu")
     results = undrawn(func, args, named, device)
     for result in tensors_of(results):
         result.fill_(0.5)
@@ -456,7 +460,7 @@ def _drawn(func: Any, args: Any, named: dict[str, Any], given: Sequence[Tensor])
 
 
 def _slice_of(index: Any) -> slice | None:
-    """Returns the slice that takes what a list of numbers takes, None if there is none or ``index`` is no such list."""
+    """Returns the slice that takes the same elements as a list of numbers, or None if there is none."""
     if not isinstance(index, list) or not index or not all(type(number) is int for number in index):
         return None
     first, last = index[0], index[-1]

@@ -105,8 +105,9 @@ class ModuleCall:
 
     ``element_bytes`` is the output's bytes per element, and ``needs_gradient`` says whether the input needs a gradient.
     For an ``nn.MultiheadAttention`` and its output projection, both shapes are (samples, tokens, width) even without
-    ``batch_first``, and ``needs_gradient`` is that of the output. ``call`` has the sizes of the attention's tensors; it
-    is None for other modules. ``num_forwards`` is 2 if activation checkpointing recomputes the call in the backward.
+    ``batch_first``, and ``needs_gradient`` says whether the output needs one. ``call`` has the sizes of the attention's
+    tensors; it is None for other modules. ``num_forwards`` is 2 if activation checkpointing recomputes the call in the
+    backward.
     """
 
     x_shape: tuple[int, ...]
@@ -127,7 +128,7 @@ _OWN_CODE = ("torch.nn.", "shardwright.models.")
 def may_read_values(model: nn.Module) -> bool:
     """Returns whether code of a model may read values of tensors, such as masks.
 
-    The modules of torch, but for its attention, and those of ``shardwright.models`` read none.
+    Torch's modules other than its attention read none, and neither do the modules of ``shardwright.models``.
     """
     return any(
         not type(m).__module__.startswith(_OWN_CODE) or isinstance(m, nn.MultiheadAttention) for m in model.modules()
@@ -137,10 +138,10 @@ def may_read_values(model: nn.Module) -> bool:
 def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
     """Runs one forward and returns the calls of every module, by module name.
 
-    If the model and ``inputs`` are on the meta device, the forward computes no values, and a condition on values, such
-    as whether a mask is all ones, is true, or false where the code then raises an error. Of modules other than
-    ``nn.MultiheadAttention``, a call is left out if it takes no tensor or returns anything but one tensor. The output
-    projection of ``nn.MultiheadAttention``, which torch uses without calling it, is listed as called.
+    If the model and ``inputs`` are on the meta device, the forward computes no values. A condition on values, such as
+    whether a mask is all ones, is then taken as true, or as false if the code raises an error otherwise. A call is left
+    out if it takes no tensor or returns anything but one tensor, unless the module is an ``nn.MultiheadAttention``. The
+    output projection of ``nn.MultiheadAttention``, which torch uses without calling it, is listed as called.
 
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 2)).to("meta")
     >>> module_calls = record_module_calls(model, torch.empty(5, 2, device="meta"))
@@ -168,7 +169,8 @@ def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
     handles = [
         module.register_forward_hook(partial(record, path), with_kwargs=True) for path, module in model.named_modules()
     ]
-    # masks of long sequences take megabytes in each layer: their values are computed only if code may read them
+    # each way is (whether values are kept, the guess for conditions); masks of long sequences take megabytes in each
+    # layer, so values are kept first only if code may read them
     ways = [(True, True), (True, False)] if may_read_values(model) else [(False, True), (True, True), (True, False)]
     try:
         for values, guess in ways:
@@ -176,7 +178,7 @@ def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
                 with torch.enable_grad(), on_meta(model, values=values, guess=guess):
                     result = call_model(model, inputs)
                 break
-            except Exception:  # code of the model may raise its own where a guess has led it astray
+            except Exception:  # the model's code may raise any error after a wrong guess
                 if (values, guess) == ways[-1]:
                     raise
                 calls.clear()
@@ -184,7 +186,7 @@ def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
     finally:
         for handle in handles:
             handle.remove()
-    for path, number, tensor in weights:  # only the whole forward shows whether returned weights are used
+    for path, number, tensor in weights:  # whether returned weights are used shows only after the whole forward
         attention = calls[path][number]
         assert attention.call is not None, "an attention was called"
         call = attention.call._replace(weights_learn=leads_to(tensor, result))
@@ -193,7 +195,7 @@ def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Calls a model with a batch's inputs and returns its output; reentrant checkpoints run as others do.
+    """Calls a model with a batch's inputs and returns its output; reentrant checkpoints run without reentry.
 
     The inputs are one value, a tuple or list of arguments, or a dict of named arguments. For checkpoints see
     ``analysis/reentrant_checkpoints.py``; :func:`call_plainly` leaves them as they are.
@@ -214,8 +216,8 @@ def call_plainly(model: nn.Module, inputs: Any) -> Any:
 def given_to(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Splits a batch's inputs into positional and named arguments, as :func:`call_model` passes them to the model.
 
-    In place of marks are the tensors and lists that they mark. Dicts and lists inside are copies: code may pop from
-    them, and a batch is given to several calls.
+    Marks are replaced by the tensors and lists that they mark. Dicts and lists inside are copies, because code may pop
+    entries from them, and a batch is passed to several calls.
 
     >>> given_to(1), given_to([1, 2]), given_to({"x": 3})
     (((1,), {}), ((1, 2), {}), ((), {'x': 3}))

@@ -1,8 +1,8 @@
 """Follows which module's forward runs while a model is recorded, and which parameters code uses.
 
-Inside of ``torch.utils.checkpoint`` a backward would run the forward of a module again. In a record it does not: what
-the module's operators save for the backward is kept, as outside of a checkpoint, so that the backward of the user's own
-autograd functions computes with tensors that the record has.
+Inside of ``torch.utils.checkpoint`` a backward would run the forward of a module again. While a model is recorded it
+does not: the tensors that the module's operators save for the backward are kept, as outside of a checkpoint. So the
+backward of the user's own autograd functions computes with tensors that the record has.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from shardwright.analysis.checkpoint_calls import saved_by
 from shardwright.analysis.structure import owners
 
 UseEvent = tuple[Literal["use", "hold", "release"], str]
-"""An event of a recorded forward, with a parameter's name, or its group's: use, hold (may be used later), release."""
+"""A use of a parameter in a recorded forward: the event, and the name of the parameter or of its group.
+
+"hold" means that code has read the parameter and may use it later, until "release".
+"""
 
 
 class ModuleLog:
     """Follows the calls of a model's modules while it is open as a context, and changes nothing of what they compute.
 
-    ``uses`` lists the uses of parameters so far, in order. A call of a module uses all of its own parameters. Code that
-    reads one as an attribute uses it. If the forward of the module that has the parameter is running then, the read
-    also holds it, and the end of that forward releases it.
+    ``uses`` lists the uses of parameters so far, in order. A call of a module uses all of the module's own parameters.
+    Code that reads a parameter as an attribute uses it too. If the forward of the parameter's module is running then,
+    the read also holds the parameter, and the end of that forward releases it.
 
     >>> with ModuleLog(nn.Sequential(nn.Linear(2, 2))) as running:
     ...     running.where(), running.uses
@@ -39,8 +42,8 @@ class ModuleLog:
         self._model = model
         self._stack = [("", 0)]
         self._calls = Counter[str]()
-        self._saving = [saved_by()]  # how autograd's saved tensors are kept in each running module
-        self._keeping: list[AbstractContextManager[Any]] = []  # of each running module
+        self._saving = [saved_by()]  # for each running module, the hook that packed saved tensors when it began
+        self._keeping: list[AbstractContextManager[Any]] = []  # for each running module, the context that it runs in
         self._open: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> ModuleLog:
@@ -57,7 +60,7 @@ class ModuleLog:
         return self._stack[-1]
 
     def runs_again(self) -> bool:
-        """Returns whether the running code is in a checkpoint, or in saved-tensor hooks, that its module has opened."""
+        """Returns whether the running module has itself opened a checkpoint, or saved-tensor hooks, around the code."""
         return saved_by() is not self._saving[-1]
 
     @contextmanager
@@ -108,7 +111,7 @@ class _RecordedParameters(dict[str, Any]):
     def __init__(self, parameters: Mapping[str, Any], names: Mapping[str, str], uses: list[UseEvent]) -> None:
         super().__init__(parameters)
         self.names, self._uses = names, uses
-        self._read: list[list[str]] = []  # by each call of the module's forward that runs
+        self._read: list[list[str]] = []  # for each running call of the module's forward, the parameters it has read
 
     def __getitem__(self, name: str) -> Any:
         if name in self.names:
@@ -124,7 +127,7 @@ class _RecordedParameters(dict[str, Any]):
         self._uses.extend(("use", name) for name in self.names.values())
 
     def leave(self) -> None:
-        """Notes that the module's forward has ended, so that the parameters it read are released."""
+        """Notes that the module's forward has ended, and releases the parameters that were read in it."""
         self._uses.extend(("release", name) for name in self._read.pop())
 
 

@@ -20,14 +20,14 @@ _rule = partial(rule, _RULES)
 class DimRelation:
     """The dims of an operator's operands and results, written in letters (independent indices, as in einsum).
 
-    An operand is None if its dims are related to no other tensor's.
+    An operand is None if its dims are related to no dims of other tensors.
     """
 
     letters: DimLetters
     operands: list[Dims | None]
     results: list[Dims]
     addend: int | None = None
-    """The index, among the operands, of one that is added once to the finished sum; None if the operator takes none.
+    """The index, among the operands, of a bias that is added once to the finished sum; None for other operators.
 
     A call without its optional bias has no operand at that index."""
 
@@ -48,9 +48,9 @@ def relation_of(call: RecordedCall) -> DimRelation:
 
 
 def _gathered(call: RecordedCall, relation: DimRelation) -> DimRelation:
-    """Returns the relation of a call that takes or gives all-gathered features: these are an index of their own.
+    """Returns the relation of a call that takes or gives all-gathered features, which are an index of their own.
 
-    Of a product they are what it sums over, for which the weight is needed whole; of a copy, the result's last dim.
+    A product sums over these features and needs its weight whole along them. A copy has them in its result's last dim.
     """
     letters, operands = relation.letters, relation.operands
     if call.name not in PRODUCTS:
@@ -147,10 +147,9 @@ def _linear(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("_trilinear")
 def _triple_product(call: RecordedCall, a: DimLetters) -> Any:
-    """Relates the dims of ``functional.bilinear``: a product of rows of two tensors, whose features are needed whole.
+    """Relates the dims of ``functional.bilinear``, a product of rows of two tensors, which needs their features whole.
 
-    The call's arguments name the dims that are inserted into each of the three tensors, and then the dims that are
-    summed over.
+    The call's arguments name the dims to insert into each of the three tensors, and the dims to sum over.
     """
     inserted, over = call.args[3:6], call.args[6]
     rank = len(call.operands[0].shape) + len(inserted[0])
@@ -203,7 +202,7 @@ def _reduce(call: RecordedCall, a: DimLetters) -> Any:
     over = {d % len(x) for d in ([dims] if isinstance(dims, int) else dims)} if x else set()
     is_norm = call.name in _VARIANCES or (call.name == "linalg_vector_norm" and call.argument(1, "ord", 2) == 2)
     role = Role.SUM if call.name in ("sum", "mean") else Role.NORM if is_norm else Role.WHOLE
-    if is_norm and 0 in over:  # over samples, or over all of a weight
+    if is_norm and 0 in over:  # dim 0 has samples, or the norm is over a whole weight
         role = Role.WHOLE
     own = tuple(a.new(n, role if d in over else Role.SAME) for d, n in enumerate(x))
     outs: list[Dims] = []
@@ -219,7 +218,7 @@ _VARIANCES = frozenset(("var", "var_mean", "std", "std_mean"))
 
 
 def _along(number: int) -> DimRule:
-    """Returns a function that relates the dims of operators that need one dim whole; argument ``number`` names it."""
+    """Returns the rule of operators that need one dim whole, which argument ``number`` names."""
 
     def found(call: RecordedCall, a: DimLetters) -> Any:
         x = call.operands[0].shape
@@ -241,7 +240,7 @@ _rule("topk")(_along(2))
 
 @_rule("glu")
 def _gated(call: RecordedCall, a: DimLetters) -> Any:
-    """Relates the dims of a gated linear unit: two halves of a dim of the input are the same features, end to end."""
+    """Relates the dims of a gated linear unit: one dim of the input has the result's features twice, end to end."""
     x = call.operands[0].shape
     dim = call.argument(1, "dim", -1) % len(x)
     out = tuple(a.piece(n // 2) if d == dim else a.new(n) for d, n in enumerate(x))
@@ -299,7 +298,7 @@ def _batch_norm(call: RecordedCall, a: DimLetters) -> Any:
       "_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")  # fmt: skip
 def _pool(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
-    before = len(x) - next(int(char) for char in call.name if char.isdigit())  # dims of space are the last ones
+    before = len(x) - next(int(char) for char in call.name if char.isdigit())  # the last dims are spatial
     lead = a.of(x[:before])
     return [(*lead, *a.of(x[before:], Role.WHOLE))], [
         (*lead, *a.of(r.shape[before:], Role.WHOLE)) for r in call.results
@@ -317,7 +316,7 @@ def _grid_sample(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("im2col", "col2im")
 def _columns(call: RecordedCall, a: DimLetters) -> Any:
-    """Relates the dims of ``functional.unfold`` and ``fold``, whose windows are (..., channels * kernel, places)."""
+    """Relates the dims of ``functional.unfold`` and ``fold``; windows have shape (..., channels * kernel, places)."""
     picture = call.operands[0] if call.name == "im2col" else call.results[0]
     columns = call.results[0] if call.name == "im2col" else call.operands[0]
     lead, channels = a.of(picture.shape[:-3]), a.new(picture.shape[-3])
@@ -340,7 +339,7 @@ def _shuffle(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("unfold")
 def _windows(call: RecordedCall, a: DimLetters) -> Any:
-    """Relates the dims of ``Tensor.unfold``: it needs one dim whole, and adds a last dim with a window's elements."""
+    """Relates the dims of ``Tensor.unfold``, which needs one dim whole and adds a last dim for a window's elements."""
     x, y = call.operands[0].shape, call.results[0].shape
     dim = call.args[1] % max(len(x), 1)
     own = tuple(a.new(n, Role.WHOLE if d == dim else Role.SAME) for d, n in enumerate(x))
@@ -392,7 +391,7 @@ def _index_select(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("index_add", "index_copy")
 def _index_add(call: RecordedCall, a: DimLetters) -> Any:
-    """Relates the dims of operators that add slices of a tensor to those of another that an index names."""
+    """Relates the dims of operators that add or copy slices of one tensor to the slices of another at an index."""
     x, index, source = call.operands
     dim = call.args[1] % max(len(x.shape), 1)
     own = tuple(a.new(n, Role.WHOLE if d == dim else Role.SAME) for d, n in enumerate(x.shape))
@@ -405,10 +404,10 @@ def _index_add(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("scatter", "scatter_add", "scatter_reduce")
 def _scatter(call: RecordedCall, a: DimLetters) -> Any:
-    """Relates the dims of operators that write or add elements along one dim, where an index says, such as ``scatter``.
+    """Relates the dims of operators such as ``scatter``, which write or add elements at indices along one dim.
 
-    That dim is needed whole, and so are others in which the tensors differ in size. Elements keep their places in the
-    rest.
+    That dim is needed whole, and so are other dims in which the tensors differ in size. Along the remaining dims,
+    elements keep their places.
     """
     x, *others = call.operands
     dim = call.args[1] % max(len(x.shape), 1)
@@ -424,7 +423,7 @@ def _scatter(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("masked_scatter")
 def _masked_scatter(call: RecordedCall, a: DimLetters) -> Any:
-    """Relates the dims of ``masked_scatter``: a mask says where elements are written in order, so all are whole."""
+    """Relates the dims of ``masked_scatter``, which writes elements in order where a mask is true; all are whole."""
     x, mask, source = call.operands
     own = a.of(call.results[0].shape, Role.WHOLE)
     return [broadcast(x.shape, own), broadcast(mask.shape, own), a.of(source.shape, Role.WHOLE)], [own]
@@ -432,7 +431,7 @@ def _masked_scatter(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("index_put")
 def _index_put(call: RecordedCall, a: DimLetters) -> Any:
-    """Relates the dims of ``x[index] = values``: those of x and values are alike if the index takes dim 0 in order.
+    """Relates the dims of ``x[index] = values``: x and values have the same dims if the index takes dim 0 in order.
 
     All dims are needed whole.
     """
@@ -496,7 +495,7 @@ def _sdpa(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("view_as_complex", "view_as_real")
 def _as_pairs(call: RecordedCall, a: DimLetters) -> Any:
-    """Relates the dims of ``view_as_real`` and ``view_as_complex``: a last dim has the two parts of complex numbers."""
+    """Relates the dims of ``view_as_real`` and ``view_as_complex``; the extra last dim has real and imaginary parts."""
     dims = a.of(min(call.operands[0].shape, call.results[0].shape, key=len))
     pair = (*dims, a.new(2, Role.WHOLE))
     return ([pair], [dims]) if call.name == "view_as_complex" else ([dims], [pair])
@@ -522,7 +521,7 @@ def _made(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("diag_embed")
 def _diagonal(call: RecordedCall, a: DimLetters) -> Any:
-    """Relates the dims of ``diag_embed``: the last, and the two made from it, are needed whole."""
+    """Relates the dims of ``diag_embed``: the operand's last dim, and the two dims made from it, are needed whole."""
     x, y = call.operands[0].shape, call.results[0].shape
     between = {call.argument(place, name, at) % len(y) for place, name, at in ((2, "dim1", -2), (3, "dim2", -1))}
     lead = iter(own := a.of(x[:-1]))

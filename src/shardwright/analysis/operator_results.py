@@ -59,7 +59,7 @@ _TENSORS = (Tensor, nn.Parameter)
 
 
 def check_not_nested(tensor: Tensor) -> None:
-    """Raises ValueError for a nested tensor: its rows differ in size, and a record says which size a dim has."""
+    """Raises ValueError for a nested tensor: its rows differ in size, but in a record each dim has one size."""
     if tensor.is_nested:
         raise ValueError("a nested tensor has rows that differ in size, which a record has no dims for")
 
@@ -74,7 +74,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def leaves_of(tree: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """Returns the values of some classes in nested lists, tuples and dicts, in order, as :func:`tensors_of` does.
+    """Returns the values of the classes ``kinds`` in nested lists, tuples and dicts, in order; like :func:`tensors_of`.
 
     >>> leaves_of((range(3), [range(4), None], {"x": range(5)}), (range,))
     [range(0, 3), range(0, 4), range(0, 5)]
@@ -84,18 +84,18 @@ def leaves_of(tree: Any, kinds: tuple[type, ...]) -> list[Any]:
     return leaves
 
 
-def _add_leaves(tree: Any, kinds: tuple[type, ...], found: list[Any]) -> None:
+def _add_leaves(tree: Any, kinds: tuple[type, ...], leaves: list[Any]) -> None:
     kind = type(tree)
     if kind in kinds:
-        found.append(tree)
+        leaves.append(tree)
     elif kind is tuple or kind is list:
         for value in tree:
-            _add_leaves(value, kinds, found)
+            _add_leaves(value, kinds, leaves)
     elif kind is dict:
         for value in tree.values():
-            _add_leaves(value, kinds, found)
+            _add_leaves(value, kinds, leaves)
     elif kind not in _ATOMS:
-        found += [leaf for leaf in tree_leaves(tree) if isinstance(leaf, kinds)]
+        leaves += [leaf for leaf in tree_leaves(tree) if isinstance(leaf, kinds)]
 
 
 def cloned(tree: Any) -> Any:
@@ -120,7 +120,7 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 MOST_CONDITIONS = 10_000
-"""The most conditions on values that a forward may read without values, after which it is stopped."""
+"""The most conditions on values that a forward may read where there are no values; then it is stopped."""
 
 
 def run_on_meta(
@@ -128,10 +128,11 @@ def run_on_meta(
 ) -> Any:
     """Runs an operator on meta tensors and returns its results.
 
-    A repeated call with equal shapes, strides, dtypes and other arguments skips the meta kernel, if the operator is one
-    of torch's own and returns new tensors, not views, or only writes to its first argument, as ``add_``. A condition on
-    values, which meta tensors lack, is true: code that asks whether a mask is all ones goes on as without padding. A
-    key of the operator and its arguments' shapes, strides, dtypes and values is appended to ``seen`` where one is made.
+    A repeated call with equal shapes, strides, dtypes and other arguments skips the meta kernel. The operator must be
+    one of torch's own, and must return new tensors, not views, or only write to its first argument, as ``add_`` does. A
+    condition on values, which meta tensors lack, is true: code that asks whether a mask is all ones goes on as without
+    padding. If the call can be kept, its key is appended to ``seen``: the operator, and its arguments' shapes, strides,
+    dtypes and plain values.
 
     >>> x = torch.empty(2, 3, device="meta")
     >>> run_on_meta(torch.ops.aten.add.Tensor, (x, 1.5), {}).shape
@@ -157,7 +158,7 @@ def run_on_meta(
             return function(*args, **named)
         if is_new:
             return _made(specs)
-        return args[0] if function._schema.returns else None  # an equal call has shown that it may be
+        return args[0] if function._schema.returns else None  # an equal call has passed the meta kernel's checks
     return function(*args, **named)
 
 
@@ -193,7 +194,7 @@ class MetaOperators(DispatchMode):
 
 
 def check_ends(num_conditions: int) -> None:
-    """Raises RuntimeError for code that has read so many conditions on values that a loop probably waits for one."""
+    """Raises RuntimeError if code has read so many conditions on values that a loop probably waits for a change."""
     if num_conditions > MOST_CONDITIONS:
         raise RuntimeError(
             f"the forward has asked {num_conditions:,} times for a condition on values, which count as true without "
@@ -238,9 +239,9 @@ _OWN_KERNELS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward"), _like_scores),
     "binary_cross_entropy_backward": _like_scores,
 }
-"""Operators for which torch has no meta kernel, or one for few dtypes or for tensors with elements alone.
+"""Operators whose meta kernel in torch is missing, takes few dtypes only, or fails on tensors without elements.
 
-With each comes the function that runs in its place.
+Each is mapped to the function that runs in its place.
 """
 
 
@@ -255,14 +256,14 @@ def _makes_new(function: Any) -> bool:
 
 @cache
 def _writes_in_place(function: Any) -> bool:
-    """Whether an operator writes to its first argument alone, of which it changes nothing but values, as ``add_``.
+    """Whether an operator only changes the values of its first argument, as ``add_`` does, and returns it or nothing.
 
-    The argument may be a list, as that of ``_foreach_add_``. The operator returns it or nothing.
+    The argument may be a list, as in ``_foreach_add_``.
     """
     schema, tags = function._schema, function.tags
     if function.namespace != "aten" or torch.Tag.inplace_view in tags or schema.name in _RESIZE:
         return False
-    # each return has an alias too: an operator of one alias and no return, or of two and one return
+    # a returned argument counts as an alias too: there is one alias and no return, or two aliases and one return
     aliases = [argument.alias_info for argument in (*schema.arguments, *schema.returns)]
     is_first = bool(aliases) and aliases[0] is not None and aliases[0].is_write and schema.name.endswith("_")
     return is_first and len(aliases) - aliases.count(None) == 1 + len(schema.returns) <= 2
@@ -288,5 +289,5 @@ def _made(spec: Any) -> Any:
 
 @lru_cache(maxsize=MOST_SIGNATURES)
 def _results(function: Any, args: Any, named: Any, _: torch.dtype) -> Any:
-    with without_dispatch_modes():  # an equal call that is found here later shows them nothing either
+    with without_dispatch_modes():  # modes do not see this call, as they will not see calls that use the cache
         return _specs(function(*_made(args), **{key: _made(value) for key, value in named}))

@@ -10,15 +10,16 @@ from threading import Lock
 from typing import Any
 
 _LOCK = Lock()
-"""Held while a forward is recorded: ranks that are threads share the generators of Python and NumPy."""
+"""A lock that is held while a forward is recorded: ranks as threads share the generators of Python and NumPy."""
 
 _START = 2**32 - 1_003
 """The seed from which records begin: one that no model is likely to seed the generators with itself."""
 
 _NUM_STARTS = 8
-"""From how many states, beside the two extreme ones, a forward is recorded to see whether the numbers matter.
+"""The number of generator states, beside two extreme ones, with which a forward is recorded.
 
-From a few states alone, code that chooses one of two things may by chance choose the same each time.
+The records show whether the drawn numbers matter. With few states, code that chooses one of two things might by chance
+choose the same one each time.
 """
 
 _NUM_WORDS = 624
@@ -29,11 +30,11 @@ _NUM_WORDS = 624
 def other_generators(start: int = 0) -> Iterator[dict[str, Any]]:
     """Returns a context that finds uses of the global generators of Python and NumPy, and restores their state.
 
-    These are ``random`` and, if NumPy is imported already, ``numpy.random``; generator objects, such as those of
-    ``numpy.random.default_rng``, are not watched. Inside, they start from a state that only ``start`` decides;
-    otherwise a forward that seeds a generator to the state that it has already would not be found. It yields a dict,
-    which at the end has the state of each generator that was used inside, by name. One thread at a time is inside such
-    a context; others wait.
+    The generators are ``random`` and, if NumPy is already imported, ``numpy.random``; generator objects, such as those
+    of ``numpy.random.default_rng``, are not watched. Inside, the generators start from a state that depends on
+    ``start`` alone, and that no forward is likely to set: a forward that seeds a generator to the state that it has
+    would not be noticed. The context yields a dict, which at the end has the state of each generator that was used
+    inside, by name. One thread at a time is inside such a context; others wait.
     """
     numpy = sys.modules.get("numpy")
     fresh = random.Random(_START - start).getstate()
@@ -45,7 +46,7 @@ def other_generators(start: int = 0) -> Iterator[dict[str, Any]]:
 def extreme_generators(*, high: bool) -> Iterator[None]:
     """Returns a context in which the first 624 numbers of the generators are nearly the least, or the greatest.
 
-    Code that does something rarely, as where a number is below 0.01, does it in one of the two.
+    Code that does something rarely, for example if a number is below 0.01, does it with the least or the greatest.
 
     >>> for high in (False, True):
     ...     with extreme_generators(high=high):
@@ -65,8 +66,8 @@ def extreme_generators(*, high: bool) -> Iterator[None]:
 def every_start() -> Iterator[AbstractContextManager[Any]]:
     """Yields contexts in which the generators begin with other states: two extreme ones, and :data:`_NUM_STARTS` more.
 
-    What is alike in all of them does not depend on the numbers that are drawn, but for a chance of 1 in 500 where it
-    depends on a single choice between two.
+    A result that is equal in all contexts does not depend on the drawn numbers. The chance of an error is 1 in 500, for
+    a result that depends on a single choice between two things.
     """
     yield from (extreme_generators(high=high) for high in (False, True))
     yield from (other_generators(2 + start) for start in range(_NUM_STARTS))
@@ -74,7 +75,7 @@ def every_start() -> Iterator[AbstractContextManager[Any]]:
 
 @contextmanager
 def _begun_with(state: Any, numpys: Any) -> Iterator[dict[str, Any]]:
-    """Returns a context in which the generators begin with these states, and which restores those they had."""
+    """Returns a context in which the generators begin with these states; its end restores their earlier states."""
     numpy: Any = sys.modules.get("numpy")
     states: dict[str, Any] = {}
     with _LOCK:
@@ -101,7 +102,7 @@ def _comparable(state: Any) -> tuple[Any, ...]:
 
 
 def _before_output(word: int) -> int:
-    """Returns the word of a Mersenne Twister's state that it gives out as ``word``: the inverse of its tempering."""
+    """Returns the state word from which a Mersenne Twister makes the output ``word``: the inverse of its tempering."""
     word ^= word >> 18
     word ^= (word << 15) & 0xEFC60000
     solution = word

@@ -1,4 +1,4 @@
-"""Tells the attributes that a module keeps by itself from those that torch gives each one."""
+"""Tells the attributes that a module's own code has set from those that torch gives every module."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from torch import nn
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""The attributes that each module has for torch: its parameters, buffers, submodules, hooks and mode."""
+"""The attributes that torch gives every module: parameters, buffers, submodules, hooks and the training mode."""
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns the attributes that a module has beside those that torch gives each one.
+    """Returns the attributes of a module other than those that torch gives every module.
 
     >>> own_attributes(nn.LeakyReLU())
     {'negative_slope': 0.01, 'inplace': False}

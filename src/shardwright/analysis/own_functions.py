@@ -1,7 +1,7 @@
 """Records the backward of user-defined ``autograd.Function`` classes, whose operators the forward does not show.
 
-Such a backward computes with the tensors that a rank has, and nothing sums over ranks there: a tensor that it sums,
-measures, or cuts by numbers must be whole.
+Such a backward computes with the tensors that a rank has, and nothing sums over ranks there. So a tensor that it sums
+over, reads sizes of, or cuts by numbers must be whole.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _MEASURES = frozenset(
 )  # fmt: skip
 """Names of torch functions that read sizes of a tensor, or take sizes and indices as numbers.
 
-In the backward of a user's own function these would be those of a rank's shard.
+In the backward of a user's own function such sizes and indices would be those of a rank's shard.
 """
 
 
 def record_own_functions(outputs: Sequence[Tensor], recorded: Recorded) -> None:
-    """Runs a backward from ``outputs``, and records the operators in that of each ``torch.autograd.Function``.
+    """Runs a backward from ``outputs``, and records the operators in the backward of each ``torch.autograd.Function``.
 
-    ``recorded`` has recorded the forward, and knows the tensors that the functions have saved. What is added are
+    ``recorded`` has recorded the forward, and knows the tensors that the functions have saved. The record is added to
     ``functions``, ``measured_in_backward``, ``drawing_backwards`` and ``adding_backwards`` of its :class:`Recording`.
-    Without such functions no backward runs.
+    If there are no such functions, no backward runs.
     """
     nodes = [node for node in nodes_behind(outputs) if isinstance(node, BackwardCFunction)]
     if not nodes:
@@ -52,7 +52,7 @@ def record_own_functions(outputs: Sequence[Tensor], recorded: Recorded) -> None:
         node.register_hook(function.end)
     learning = [output for output in outputs if output.requires_grad]
     try:
-        with recorded, torch._C.DisableTorchFunction():  # it is ours, and not a call of the forward
+        with recorded, torch._C.DisableTorchFunction():  # the forward itself does not make this call
             torch.autograd.backward(learning, [torch.empty_like(output) for output in learning])
     finally:
         recorded.recording = forward
@@ -61,8 +61,8 @@ def record_own_functions(outputs: Sequence[Tensor], recorded: Recorded) -> None:
 class _FunctionBackward:
     """One call of a user's autograd function, whose backward is recorded into ``forward``, the record of the forward.
 
-    ``node`` is autograd's, and ``made`` has the tensors of the forward by the node that made each and its place among
-    that node's results.
+    ``node`` is autograd's node of the call. ``made`` has the tensors of the forward, by the node that made each tensor
+    and the tensor's place among the results of that node.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class _FunctionBackward:
         self._running, self._given = ExitStack(), set[TensorUse]()
 
     def begin(self, gradients: Any) -> None:
-        """Begins to record; ``gradients`` are those of the function's results."""
+        """Begins to record; ``gradients`` are the gradients of the function's results."""
         self._recorded.recording.calls.clear()
         self._given.clear()
         for place, gradient in enumerate(gradients):
@@ -84,11 +84,11 @@ class _FunctionBackward:
         self._running.enter_context(_BackwardReads(self._recorded, self._forward, self._node))
 
     def end(self, gradients: Any, _: Any) -> None:
-        """Ends the record; ``gradients`` are those of the function's operands."""
+        """Ends the record; ``gradients`` are the gradients of the function's operands."""
         self._running.close()
         name, calls = type(self._node).__name__, list(self._recorded.recording.calls)
         returned = [self._recorded.use(tensor) for tensor in gradients if tensor is not None]
-        # a checkpoint, for example, runs a backward inside of its own
+        # torch's own functions are left out: a checkpoint, for example, runs a whole backward inside of its own
         is_torchs = self._node._forward_cls.__module__.startswith("torch.")
         if not is_torchs and _adds_terms(calls, self._given, returned):
             self._forward.adding_backwards.append(name)
@@ -104,28 +104,29 @@ class _FunctionBackward:
 _ZEROS = frozenset(
     ("zeros", "zeros_like", "new_zeros", "zero_", "zero", "empty", "empty_like", "new_empty", "empty_strided")
 )
-"""Operators that make zeros, or tensors that code fills afterwards."""
+"""Operators that make zeros, or uninitialized tensors that code fills afterwards."""
 _SUMS = frozenset(("add", "sub", "rsub", "where", "index_add", "scatter_add", "cat", "stack"))
 _OF_ZEROS = frozenset(("mul", "view", "expand", "reshape", "permute", "transpose", "clone", "_to_copy", "neg", "div"))
-"""Operators of zeros alone, or of zeros and others, whose results are zeros."""
+"""Operators whose results are zeros if one of their operands is zeros."""
 
 
-def _adds_terms(calls: Sequence[RecordedCall], given: Collection[TensorUse], returned: Sequence[TensorUse]) -> bool:
-    """Returns whether gradients that a backward returns have terms that do not depend on the gradients ``given``.
+def _adds_terms(calls: Sequence[RecordedCall], gradients: Collection[TensorUse], returned: Sequence[TensorUse]) -> bool:
+    """Returns whether a backward returns gradients with terms that do not depend on ``gradients``, which it is given.
 
-    Such a gradient does not depend on them at all, or is a sum with something else than zeros.
+    A returned gradient has such a term if it does not depend on ``gradients`` at all, or if something other than zeros
+    was added to it.
     """
-    scaled, zeros = set(given), set[TensorUse]()
+    scaled, zeros = set(gradients), set[TensorUse]()
     for call in calls:
         name, made = call.name.removesuffix("_"), [*call.results, *call.written]
         depends = [use for use in call.operands if use in scaled]
         if call.name in _ZEROS or (name in _OF_ZEROS and any(use in zeros for use in call.operands)):
             zeros.update(made)
             continue
-        zeros.difference_update(made)  # something is written into them
+        zeros.difference_update(made)  # a tensor that is written to is no longer zeros
         if not depends:
             continue
-        # a number, as an eps or what a mask puts in place, is no term of a loss
+        # a single number, such as an epsilon or the fill value of a mask, is no term of a loss
         others = (use for use in call.operands if use.shape and 0 not in use.shape and use.has_fractions)
         if name in _SUMS and any(use not in scaled and use not in zeros for use in others):
             return True
@@ -134,9 +135,10 @@ def _adds_terms(calls: Sequence[RecordedCall], given: Collection[TensorUse], ret
 
 
 class _BackwardReads(TorchFunctionMode):
-    """Notes what the backward of ``node``, a call of a user's function, measures and draws, in the record ``forward``.
+    """Notes in the record ``forward`` which sizes a user's backward reads, and whether it draws random numbers.
 
-    Functions run as without a mode. What checkpoints repeat inside of it is not the function's own.
+    ``node`` is autograd's node of the call. The mode changes no result. Code that a checkpoint repeats inside of the
+    backward does not count.
     """
 
     def __init__(self, recorded: Recorded, forward: Recording, node: Any) -> None:
@@ -156,5 +158,5 @@ class _BackwardReads(TorchFunctionMode):
             return func(*args, **named)
 
     def _repeats(self) -> bool:
-        """Returns whether the running code draws what a forward has drawn: that of a module, or of a checkpoint."""
+        """Returns whether the running code repeats a forward's draws: inside of a module's forward, or a checkpoint."""
         return bool(self._recorded.where()[0]) or (torch.is_grad_enabled() and CheckpointCall(self._node).is_known)

@@ -24,7 +24,7 @@ ATOMS = frozenset(
 """Types whose values refer to no other object."""
 DICTS = (dict, OrderedDict)
 COLLECTIONS = (*DICTS, set)
-"""The classes of the collections that a module keeps itself, such as dicts of hooks, most of which are empty."""
+"""The classes of the collections that every module has, such as dicts of hooks; most of these are empty."""
 REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
@@ -68,7 +68,7 @@ def held_by(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, staticmethod | classmethod):
         yield "", value.__func__
     elif isinstance(value, dict | MappingProxyType):
-        # a copy, as below: another rank, as a thread, may add to it in this moment
+        # a copy, as for lists and sets below, because another rank that is a thread may add to it at this moment
         for key, part in (dict.copy(value) if isinstance(value, dict) else value).items():
             yield "'s keys", key
             yield f"[{key!r}]" if type(key) in (str, int) else "'s values", part
@@ -76,7 +76,7 @@ def held_by(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{number}]", entry) for number, entry in enumerate(tuple(value)))
     elif isinstance(value, set | frozenset):
         yield from (("'s items", member) for member in tuple(value))
-    elif isinstance(value, ref) and not isinstance(value(), Tensor):  # a tensor is not computed with by its reference
+    elif isinstance(value, ref) and not isinstance(value(), Tensor):  # code does not compute with weakly held tensors
         yield "", value()
     yield from ((f".{name}", attribute) for name, attribute in attributes(value).items())
 
@@ -103,9 +103,9 @@ def reached(
     """Yields ``value`` and every object that it holds, directly or not, as pairs of a path and an object.
 
     A path is text that leads from ``value`` to the object. Numbers, text and other values that refer to nothing are
-    left out. Objects whose ids are in ``seen`` are skipped, and each object found is added to it. Objects whose ids are
-    in ``closed``, and tensors, classes and imported modules, are yielded, but what they hold is not searched. Nor is
-    what collections of more than ``most`` entries hold, which are tables, or data.
+    left out. Objects whose ids are in ``seen`` are skipped, and each yielded object is added to ``seen``. Objects whose
+    ids are in ``closed``, and tensors, classes and imported modules, are yielded but not searched. Collections of more
+    than ``most`` entries, which are tables or data, are not searched either.
     """
     waiting = [("", value)]
     while waiting:
@@ -200,7 +200,7 @@ def globals_read(function: FunctionType, wanted: Collection[int]) -> Iterator[st
     """
     for code in code_objects(function):
         names = [name for name in code.co_names if _holds(function.__globals__.get(name), wanted)]
-        if names:  # a name may be that of an attribute, too
+        if names:  # the code's names include those of attributes
             loaded = {op.argval for op in dis.get_instructions(code) if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
             yield from (name for name in names if name in loaded)
 

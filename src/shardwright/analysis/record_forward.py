@@ -27,10 +27,10 @@ def record_forward(
     """Runs one forward of a model and returns a record of its operators; model and inputs are on the meta device.
 
     The forward runs inside the context that ``within`` returns for the recorder. A yes-or-no condition on values of
-    inputs or parameters counts as false, and a mask that selects elements by them as true everywhere. If the code then
-    raises, or parameters stay unused behind such a condition, it is run again with the conditions true, and the record
-    that uses more parameters is returned. The backward runs too if the user's own autograd functions lead to the
-    outputs, and adds gradients to the parameters.
+    inputs or parameters counts as false, and a mask that depends on such values is true everywhere. If the code then
+    raises, or if there was such a condition and some parameters stay unused, the forward runs again with the conditions
+    true, and the record that uses more parameters is returned. If the user's own autograd functions lead to the
+    outputs, a backward runs too, which adds gradients to the parameters.
 
     Raises: ValueReadError: the code reads a number that depends on a parameter or an input. NotImplementedError: the
         forward takes a gradient itself. If the code raises in both runs, the second exception is raised.
@@ -41,7 +41,7 @@ def record_forward(
     """
     try:
         recording, num_guessed = _record(model, inputs, within, guess=False)
-    except Exception:  # of the user's own code: a check that has failed, for example
+    except Exception:  # the user's code may raise anything; for example, one of its checks has failed
         return _record(model, inputs, within, guess=True)[0]
     if num_guessed and len(recording.parameters_used) < len(recording.parameters):
         with suppress(Exception):  # as above
@@ -89,7 +89,7 @@ def _record(
 
 
 def _note_samples(marks: Sequence[SampleRows | SampleValues], recorded: Recorded) -> None:
-    """Notes whose sample the rows of packed tensors and the entries of lists are, and how many samples there are."""
+    """Notes the sample of each row of packed tensors and of each entry of lists, and the number of samples."""
     recording = recorded.recording
     for mark in marks:
         if isinstance(mark, SampleRows):

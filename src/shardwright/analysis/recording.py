@@ -39,7 +39,7 @@ Operands that code passes by keyword are recorded as positional ones.
 
 
 PRODUCTS = {"linear": 0, "mm": 0, "addmm": 1}
-"""The products with a weight, and the number of the operand that the weight multiplies, among the operands."""
+"""The products with a weight, each with the place, among its operands, of the one that the weight multiplies."""
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -73,12 +73,15 @@ class RecordedCall:
     """One operator call of a recorded run; its arguments have a :class:`TensorUse` in place of each tensor.
 
     ``args`` are positional and ``named`` keyword arguments. ``module`` is the name of the module whose forward was
-    running, and ``number`` says in which of its calls, counted from 0. ``is_hidden`` says that no function mode sees in
-    a run what the operator takes: it ran inside code that ``torch.jit.script`` has compiled, which calls no torch
-    function, or inside a transform such as ``torch.vmap``, which wraps tensors; or that hooks of the user's own keep
-    what it saves for the backward. ``is_gathered`` says
-    that the call takes or gives the state of a recurrent layer, of which ranks that compute some of its units gather
-    all at every step: the features that it takes are another index than those that the layer's weights give.
+    running, and ``number`` the number of that call of the module, from 0.
+
+    ``is_hidden`` says that in a real run no function mode can handle the operator's operands as shards. It ran inside
+    code that ``torch.jit.script`` has compiled, which calls no torch function, or inside a transform such as
+    ``torch.vmap``, which wraps tensors, or hooks of the user's own keep the tensors that it saves for the backward.
+
+    ``is_gathered`` says that the call takes or gives the state of a recurrent layer. Ranks that compute some of the
+    layer's units all-gather the state at every step. So the features that the call takes are an index of their own,
+    not the index of the features that the layer's weights give.
     """
 
     function: Callable[..., Any]
@@ -107,12 +110,12 @@ class RecordedCall:
 
     @property
     def viewed(self) -> list[TensorUse]:
-        """The tensors among the arguments of which the results are views, or which are the results, by its schema."""
+        """The arguments that the results are views of, or that are returned themselves, according to the schema."""
         return viewed_arguments(self.function, self.args, self.named, TensorUse)
 
     @property
     def statistics(self) -> list[TensorUse]:
-        """The running mean and variance that a batch norm updates in training, writes that its schema lacks."""
+        """The running mean and variance that a batch norm updates in training, which its schema does not show."""
         updates = self.name in ("native_batch_norm", "batch_norm") and self.argument(5, "training", False)
         return [use for use in self.args[3:5] if isinstance(use, TensorUse)] if updates else []
 
@@ -131,20 +134,23 @@ class Recording:
     new_buffers: dict[str, TensorUse] = field(default_factory=dict)
     """The tensors that code puts in the place of buffers (``self.memory = state.detach()``), by the buffer's name."""
     set_attributes: set[tuple[str, str]] = field(default_factory=set)
-    """The attributes of modules that hold what the code has computed (``self.loss = ...``, or a list of such), by the
-    module's path and their name."""
+    """The attributes of modules in which code has stored computed tensors (``self.loss = ...``, or a list of tensors),
+    as (module path, attribute name)."""
     inputs: list[TensorUse] = field(default_factory=list)
-    """The inputs that have samples in dim 0; where none has, one that no code reads stands for them.
-    ``marked_inputs`` are those that are marked to have none, of which ``packed_inputs`` have rows of samples."""
+    """The inputs that have samples in dim 0; if no input has, one that no code reads stands for them.
+    ``marked_inputs`` are the tensors that the user marked as having no samples in dim 0 (:func:`is_mark`), and
+    ``packed_inputs`` those of them whose rows or entries belong to single samples."""
     marked_inputs: list[TensorUse] = field(default_factory=list)
     packed_inputs: list[TensorUse] = field(default_factory=list)
     rows_of_samples: dict[TensorUse, tuple[int, ...]] = field(default_factory=dict)
-    """The sample of each row of the ``packed_inputs``, and the one sample of each tensor in an entry of a list."""
+    """For each of the ``packed_inputs``, the sample of each row; a tensor in an entry of a list has one sample."""
     outputs: list[TensorUse] = field(default_factory=list)
     loss: TensorUse | None = None
     """The output that is the model's own loss: ``output.loss``, ``output["loss"]`` or the first of a tuple; or None."""
     hidden_in: type | None = None
-    """The class of an object in the output whose tensors a loss has to read (:func:`unseen_outputs`); else None."""
+    """The class of an output object whose tensors the loss needs but torch's tree functions do not see, or None.
+
+    :func:`unseen_outputs` finds them."""
     kept_outside: tuple[str, ...] = ()
     """The global variables and class attributes in which the forward leaves tensors that it has computed from its
     inputs or parameters."""
@@ -155,12 +161,13 @@ class Recording:
     :class:`TensorUse` of the function's result that it belongs to, and what the backward returns is copied to the
     function's operand."""
     measured_in_backward: list[TensorUse] = field(default_factory=list)
-    """The tensors that the backward of a user's function measures or cuts by numbers; on ranks they would be shards."""
+    """The tensors whose sizes a user's backward reads, or that it cuts by numbers; on a rank they would be shards."""
     drawing_backwards: list[str] = field(default_factory=list)
-    """The nodes of users' backwards, by name, that draw random numbers of their own, not those of a forward again."""
+    """The names of the nodes of users' backwards that draw new random numbers, not a forward's numbers once more."""
     adding_backwards: list[str] = field(default_factory=list)
-    """The nodes of users' backwards, by name, whose gradients have terms that do not depend on the given gradients, as
-    those of a balance loss do."""
+    """The names of the nodes of users' backwards that return gradients with added terms, as a balance loss has them.
+
+    These terms do not depend on the gradients that the nodes are given."""
     replaced: dict[str, str] = field(default_factory=dict)
     """The parameters whose tensors code replaces, by ``parameter.data = ...`` or ``set_``, each with the module that
     was running."""
@@ -169,7 +176,8 @@ class Recording:
     converted: dict[str, str] = field(default_factory=dict)
     """The parameters for which code sets ``parameter.data = parameter``, each with the module that was running.
 
-    ``module.to(dtype)`` does so where they have that dtype. In a layout of another dtype it would replace them.
+    ``module.to(dtype)`` does so for parameters that already have that dtype. In a layout of another dtype, the same
+    code would replace the parameters.
     """
     measured: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Maps the name of a parameter to the modules whose code reads its shape or size."""
@@ -179,14 +187,14 @@ class Recording:
     selecting: dict[str, int] = field(default_factory=dict)
     """The modules whose code selects by a condition on values, as a mixture of experts does.
 
-    Each has the number of operators that were recorded before it first did so. The recording took these conditions as
-    true everywhere."""
+    The value is the number of operators that were recorded before the module first selected. The recording took these
+    conditions as true everywhere."""
 
     read: list[tuple[str, TensorUse]] = field(default_factory=list)
-    """The tensors of which code read a value that only a real run has, each with the module that was running."""
+    """The tensors whose values code read although only a real run has them, each with the module that was running."""
 
     num_numbers: int = 0
-    """How many numbers code read that only a real run has; each counted as 1."""
+    """How many numbers the code read that only a real run has; the recording took each as 1."""
 
     num_masks: int = 0
     """How many times code selected by a mask whose values only a real run has; the record took every element."""
@@ -205,8 +213,9 @@ class Recording:
     def of_modules(self) -> dict[str, Recording]:
         """Splits the recording by module: returns, by path, a recording of the operators that its own code ran.
 
-        Tensors that these took from other modules are the inputs of that recording, and the parameters that they read
-        are its parameters. It has no outputs: what other modules, also those inside, do with the results is left out.
+        The inputs of such a recording are the tensors that its operators took from other modules, and its parameters
+        are the ones that the operators read. It has no outputs, since it leaves out what other modules, submodules
+        included, do with the results.
         """
         calls = defaultdict[str, list[RecordedCall]](list)
         for call in self.calls:
@@ -234,11 +243,11 @@ class Recording:
 class Recorded(MetaValues):
     """A dispatch mode that records the operators that run inside it, in order, into ``recording``.
 
-    Not recorded are reads of values such as ``item``, ``detach``, ``alias`` and ``lift_fresh``, and what runs in a
-    :meth:`quiet` context. A function of :data:`WHOLE_CALLS` is recorded as one operator. ``where`` is a function that
-    returns the name of the running module and the number of its call, and ``runs_again`` one that tells whether a
-    backward will run the running code again without calling that module. ``guess`` is as in :class:`MetaValues`; if it
-    is given, ``selects_all`` is set too.
+    Not recorded are reads of values such as ``item``, the operators ``detach``, ``alias`` and ``lift_fresh``, and what
+    runs in a :meth:`quiet` context. A function of :data:`WHOLE_CALLS` is recorded as one operator. ``where`` is a
+    function that returns the name of the running module and the number of its call. ``runs_again`` is a function that
+    tells whether a backward will run the running code again without a call of that module. ``guess`` is as in
+    :class:`MetaValues`; if it is given, ``selects_all`` is set too.
 
     Raises: NotImplementedError: code inside it calls autograd, such as ``backward``.
     """
@@ -254,11 +263,11 @@ class Recorded(MetaValues):
         self._kept: list[Tensor] = []  # so that no storage is freed and its address used again
         self._of_storage: defaultdict[Any, list[TensorUse]] = defaultdict(list)
         self._quiet = 0
-        self.depth = 0  # of torch functions that are running
-        self.transformed = 0  # of these, the ones that run inside a transform such as torch.vmap
-        self.recurring = 0  # of these, the ones that are a recurrent layer
+        self.depth = 0  # how many torch functions are running, one inside the other
+        self.transformed = 0  # how many of them run inside a transform such as torch.vmap
+        self.recurring = 0  # how many of them are recurrent layers
         self.digest: Any = None
-        """A hash of ``hashlib`` into which each operator goes that runs, with known values; by default none."""
+        """A hash object of ``hashlib`` that is updated with each operator and the known values, or None."""
         self._met: dict[int, int] = {}
         self._above = _WholeCalls(self)
 
@@ -273,7 +282,7 @@ class Recorded(MetaValues):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunction():  # what a recorder asks of tensors is no code of the user's
+        with torch._C.DisableTorchFunction():  # function modes must not see the recorder's own reads of tensors
             if func.overloadpacket is torch.ops.aten.set_ and self.use(args[0]).kind == "parameter":
                 self.assigns(args[0], next(iter(args[1:]), None))
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -306,9 +315,9 @@ class Recorded(MetaValues):
         return tuple(self._kept)
 
     def assigns(self, parameter: Tensor, value: Any, *, is_same: bool = False) -> None:
-        """Notes that the running module's code puts ``value`` in the place of the elements of a parameter.
+        """Notes that the running module's code replaces the tensor of a parameter by ``value``.
 
-        ``is_same`` says that these are its own, as ``module.to(dtype)`` leaves them if they have that dtype.
+        ``is_same`` says that ``value`` is the parameter itself, as where ``module.to(dtype)`` finds that dtype already.
         """
         use, recording = self.use(parameter), self.recording
         (recording.converted if is_same else recording.replaced).setdefault(use.name, self.where()[0])
@@ -355,7 +364,7 @@ class Recorded(MetaValues):
 
         ``random`` says whether the operator draws random numbers; its results are then not constants.
         """
-        self.note_in_digest(function, args, (named, results))  # results are met where they are made
+        self.note_in_digest(function, args, (named, results))  # results get their numbers here, where they are made
         if self._quiet:
             return
         # a tensor that is seen for the first time was made where nothing is recorded
@@ -368,7 +377,7 @@ class Recorded(MetaValues):
         seen_args, seen_named = map_tensors((tuple(args), named), seen)
         constant = not random and all(operand.kind == "constant" for operand in operands)
         for written in written_arguments(function, args, named, Tensor):
-            for use in self._of_storage[view_key(written)[0]]:  # of a view, also what it is a view of
+            for use in self._of_storage[view_key(written)[0]]:  # a write to a view also changes the base and its views
                 use.kind = "" if use.kind == "constant" and not constant else use.kind
                 use.counts = False
         made = tuple(self.use(t, "constant" if constant else "") for t in tree_leaves(results) if isinstance(t, Tensor))
@@ -440,7 +449,9 @@ class _WholeCalls(TorchFunctionMode):
     def __init__(self, recorded: Recorded) -> None:
         super().__init__()
         self._recorded = recorded
-        self._moved: nn.Parameter | None = None  # to a device alone, as module.to(x.device) does before it sets .data
+        # the parameter that was last moved to a device without a change of dtype, as by module.to(x.device), which sets
+        # ``.data`` next
+        self._moved: nn.Parameter | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -487,7 +498,7 @@ class _WholeCalls(TorchFunctionMode):
 def _with_positional(
     operands: tuple[str, ...], args: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call with those of its ``operands`` that are named made positional."""
+    """Returns a call's arguments, with the ``operands`` that were passed by keyword moved to the positional ones."""
     for name in operands[len(args) :]:
         if name not in named:
             break

@@ -30,9 +30,9 @@ class RecurrentCall(NamedTuple):
     Shapes: input (steps, samples, features), with ``batch_first`` (samples, steps, features), packed (rows, features),
     of a cell (samples, features); each of ``states`` (layers * directions, samples, units), of a cell (samples, units).
 
-    ``weights`` are for each layer and direction those of the input (gates * units, features) and of the state
-    (gates * units, units), and their biases if there are any. ``batch_sizes`` says how many rows of a packed sequence
-    each step has.
+    ``weights`` lists, for each layer and direction, the weight of the input (gates * units, features), the weight of
+    the state (gates * units, units), and their biases if there are any. ``batch_sizes`` has the number of rows of a
+    packed sequence in each step.
     """
 
     kind: CellKind
@@ -47,9 +47,9 @@ class RecurrentCall(NamedTuple):
 
 
 def recurrent_call(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> RecurrentCall | None:
-    """Returns a call of a recurrent function by its parts; None for other functions, and for what is not read.
+    """Returns the parts of a call of a recurrent function; None for other functions, and for calls that are not read.
 
-    That are layers whose outputs are projected (``proj_size``), and arguments by keyword.
+    Not read are calls of layers with projected outputs (``proj_size``), and calls with keyword arguments.
 
     >>> layer = torch.nn.LSTM(3, 4, num_layers=2)
     >>> args = torch.ones(5, 1, 3), (torch.zeros(2, 1, 4),) * 2, layer._flat_weights, True, 2, 0.0, True, False, False
@@ -82,14 +82,14 @@ def recurrent_call(function: Any, args: tuple[Any, ...], named: Mapping[str, Any
 
 
 def _is_packed(args: tuple[Any, ...]) -> bool:
-    """Returns whether layers are called with a packed sequence, whose number of rows in each step comes second."""
+    """Returns whether layers are called with a packed sequence; its second argument is the number of rows per step."""
     return isinstance(args[1], Tensor) and not isinstance(args[3], bool)
 
 
 def with_given_states(
     function: Any, args: tuple[Any, ...], change: Callable[[Tensor], Tensor], is_input: Callable[[Tensor], bool]
 ) -> tuple[Any, ...]:
-    """Returns the arguments of a recurrent function with the states that it is given changed.
+    """Returns the arguments of a recurrent function with ``change`` applied to its initial states.
 
     The cell state of an ``nn.LSTMCell`` is left as it is, unless it is an input of the model.
     """
@@ -103,7 +103,7 @@ def with_given_states(
 
 
 def with_states(function: Any, results: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns the results of a recurrent function with its outputs and states changed.
+    """Returns the results of a recurrent function with ``change`` applied to its outputs and states.
 
     The cell state of an ``nn.LSTMCell``, which the next step takes, is left as it is.
     """

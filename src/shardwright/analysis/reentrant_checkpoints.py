@@ -10,12 +10,17 @@ diffusion models, fairscale and others define their own, as a ``CheckpointFuncti
             with torch.no_grad():
                 return run_function(*args[:length])
 
-Torch runs such a function as a whole: a plan sees one operator where there are many, so none of them can be cut, and a
-pipeline cannot be cut inside. Run by the other kind of checkpoint, the operators are those of the code, and memory and
-gradients are the same. Which functions are meant is told by their code: a ``forward`` that names ``run_function``, the
-attribute of ``ctx``. Three kinds stay as they are: those that take gradients of what they are given alone
-(``torch.autograd.grad``) and are given no parameters, so that they train none; those that run the code on other tensors
-than they are given, as on copies; and those that return others than the code does.
+Torch runs such a function as a whole. A plan would see one operator in place of the many inside: none of these could be
+sharded, and no pipeline stage could begin inside. If a checkpoint without reentry runs the code instead, the plan sees
+the operators of the code, and memory and gradients are the same.
+
+A reentrant checkpoint is recognized by its code: its ``forward`` names ``run_function``, the attribute of ``ctx``.
+Three kinds are left as they are:
+
+- checkpoints that compute gradients only of their arguments (``torch.autograd.grad``) and take no parameters as
+  arguments, so that they train no parameters;
+- checkpoints that run the code on other tensors than their arguments, such as copies;
+- checkpoints that return other tensors than the code returns.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ from shardwright.errors import PlanError
 _OF_THREAD = local()
 _LOOKED_AT = WeakSet[type[Function]]()
 _LEFT_ALONE = WeakSet[type[Function]]()
-"""The classes of which it was found that they run code on other tensors, or return others than the code does."""
+"""The classes that were found to run code on other tensors than their arguments, or to return other tensors than it."""
 _LOOKING = Lock()
 
 
@@ -49,8 +54,8 @@ _LOOKING = Lock()
 def without_reentry() -> Iterator[None]:
     """Returns a context in which this thread runs reentrant checkpoints as torch's checkpoints without reentry.
 
-    The first time that it meets a class of such functions, it replaces the ``apply`` of that class. Outside of the
-    context the replacement only calls the one before.
+    The first time that the context meets a class of such checkpoints, it replaces the class's ``apply``. Outside of the
+    context the replacement only calls the original ``apply``.
 
     >>> layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
     >>> with without_reentry():
@@ -74,9 +79,9 @@ def is_without_reentry() -> bool:
 
 
 def _look_at_new() -> None:
-    """Looks at all classes of autograd functions if there are others directly below torch's than the last time.
+    """Searches all autograd function classes again if the number of direct subclasses of ``Function`` has changed.
 
-    Looking at all takes as long as a small layer, and this is done in each step.
+    A search takes as long as a small layer, and this function runs in every step.
     """
     classes = len(Function.__subclasses__())
     if classes != getattr(_OF_THREAD, "num_classes", 0):
@@ -87,7 +92,7 @@ def _look_at_new() -> None:
 def _look_at(function: type[Function]) -> None:
     """Replaces the method ``apply`` of those subclasses of ``function`` that are reentrant checkpoints.
 
-    No function mode of torch sees a call of ``apply``: it has to be replaced where code looks it up, on the class.
+    Torch's function modes do not see calls of ``apply``, so the method is replaced on the class.
     """
     for subclass in function.__subclasses__():
         with _LOOKING:
@@ -100,7 +105,7 @@ def _look_at(function: type[Function]) -> None:
 
 
 def _replaced(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what takes the place of a class's ``apply``, which is ``plain`` with the class as its first argument."""
+    """Returns the replacement of a class's ``apply``; ``plain`` is the original, which takes the class first."""
 
     @wraps(plain)
     def apply(function: type[Function], *args: Any, **named: Any) -> Any:
@@ -113,7 +118,7 @@ def _replaced(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_checkpoint(function: type[Function]) -> bool:
-    """Returns whether the class's forward sets ``ctx.run_function``, and nothing is known against it."""
+    """Returns whether the class's forward sets ``ctx.run_function``, and the class is not to be left as it is."""
     is_known = OF_REENTRANT in _names(function, "forward") and function not in _LEFT_ALONE
     return is_known and not _is_setup_context_defined(function.setup_context)
 
@@ -125,20 +130,20 @@ def _names(function: type[Function], method: str) -> tuple[str, ...]:
 
 
 def _checkpointed(function: type[Function], plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Runs a reentrant checkpoint as one without reentry, or by ``plain``, if it is one of those that stay as they are.
+    """Runs a reentrant checkpoint as one without reentry, or calls ``plain`` if the checkpoint is to stay as it is.
 
-    Raises: PlanError: the forward of the class returns other tensors than the code that it runs. That is known only
-        when the code has run, so this call fails; later ones run by ``plain``. A record that fails is made again.
+    Raises: PlanError: the forward of the class returns other tensors than the code that it runs. That shows only after
+        the code has run, so this call fails, and later calls run ``plain``. A record that fails so is made again.
     """
     place = next((number for number, arg in enumerate(args) if callable(arg) and not isinstance(arg, Tensor)), None)
-    takes_given = "backward" not in _names(function, "backward")  # gradients of what it is given, and of no more
+    takes_given = "backward" not in _names(function, "backward")  # its backward takes gradients of arguments only
     if place is None or (takes_given and not any(isinstance(arg, nn.Parameter) for arg in args)):
         return plain(*args)
     tensors: list[Tensor] = []
 
     def run(*inputs: Any, **named: Any) -> Any:
         for value in (*inputs, *named.values()):
-            if isinstance(value, Tensor) and not any(value is arg for arg in args):  # its gradient would end here
+            if isinstance(value, Tensor) and not any(value is arg for arg in args):  # gradients would not reach args
                 raise _OtherTensorError
         with torch.enable_grad():
             code = partial(_run, args[place], named)
@@ -164,12 +169,12 @@ def _checkpointed(function: type[Function], plain: Callable[..., Any], args: tup
 
 
 def _learns(value: Any) -> bool:
-    """Returns whether a value needs a gradient; what stands for a tensor in a trace counts as one that does."""
+    """Returns whether a value needs a gradient; a proxy, which stands for a tensor in a trace, always counts as one."""
     return isinstance(value, fx.Proxy) or (isinstance(value, Tensor) and value.requires_grad)
 
 
 def _run(code: Callable[..., Any], named: dict[str, Any], *inputs: Any) -> Any:
-    """Runs the code of a checkpoint: in the forward, and again in the backward, which a thread of autograd may run."""
+    """Runs the code of a checkpoint: in the forward, and again in the backward, which may run on autograd's thread."""
     with without_reentry():
         return code(*inputs, **named)
 
@@ -179,7 +184,7 @@ class _OtherTensorError(Exception):
 
 
 class _Context:
-    """Stands for the ``ctx`` of a checkpoint whose backward torch's own takes the place of: it keeps no tensors."""
+    """Stands for the ``ctx`` of a checkpoint that torch's checkpoint without reentry replaces: it keeps no tensors."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.needs_input_grad = tuple(isinstance(arg, Tensor) and arg.requires_grad for arg in args)

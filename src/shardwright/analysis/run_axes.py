@@ -25,15 +25,18 @@ from shardwright.sharding.tensor_shard import ALL
 
 MISMATCH = "two views of it do not match"
 CLASSES = "cross_entropy"
-"""The value of ``DimAxis.whole`` for classes that a cross entropy alone needs whole: its sums can be added up."""
+"""The value of ``DimAxis.whole`` for an axis of classes that only a cross entropy needs whole.
+
+Ranks can still cut such an axis, because a cross entropy's sums over classes can be added up over ranks.
+"""
 
 
 class DimAxis:
     """An index that dims of several tensors in a recorded forward share, so that these dims must be sharded alike.
 
-    It may be a product of others (``factors``) or a concatenation of them (``parts``). ``whole`` names the operator
-    that needs it uncut, or is empty; :data:`CLASSES` if that is a cross entropy over it alone. Those found to be equal
-    are linked; :func:`root` returns the one that represents them.
+    An axis may be a product of other axes (``factors``) or a concatenation of them (``parts``). ``whole`` names the
+    operator that needs the axis uncut, or is empty; it is :data:`CLASSES` if only a cross entropy needs it uncut. Axes
+    that were found to be equal are linked; :func:`root` returns the one that represents them.
     """
 
     __slots__ = ("factors", "link", "parts", "size", "whole")
@@ -73,9 +76,9 @@ def root(axis: DimAxis) -> DimAxis:
 
 
 def leaves(axis: DimAxis) -> Iterator[DimAxis]:
-    """Yields the smallest indices whose products and concatenations make up a dim, such as its heads and features.
+    """Yields the smallest axes whose products and concatenations make up ``axis``, such as its heads and features.
 
-    One that occurs twice is yielded twice. If ``axis``, the index of the dim, is made up of no others, it is yielded.
+    An axis that occurs twice is yielded twice. If ``axis`` is made up of no others, it is yielded itself.
     """
     axis = root(axis)
     if axis.is_leaf:
@@ -130,7 +133,7 @@ def _need_whole(axis: DimAxis, why: str) -> None:
 
 
 def _split_off(axis: DimAxis, fast: int) -> bool:
-    """Splits an axis in place into two factors, the faster of ``fast`` elements; returns False if that cannot be."""
+    """Splits an axis in place into two factors, the faster with ``fast`` elements; returns False if it cannot."""
     axis = root(axis)
     if axis.parts is None:
         axis.factors = [DimAxis(axis.size // fast, axis.whole), DimAxis(fast, axis.whole)]
@@ -163,7 +166,7 @@ def _halves(axis: DimAxis, fast: int) -> tuple[DimAxis, DimAxis] | None:
 
 
 def _cut_at(axis: DimAxis, start: int) -> tuple[DimAxis, DimAxis] | None:
-    """Returns two axes whose concatenation an axis is, the first of ``start`` elements; None if impossible."""
+    """Returns an axis as a concatenation of two, the first with ``start`` elements, or None if that is impossible."""
     axis = root(axis)
     if axis.is_leaf:
         first, second = axis.parts = [DimAxis(start, axis.whole), DimAxis(axis.size - start, axis.whole)]
@@ -188,14 +191,14 @@ def _cut_at(axis: DimAxis, start: int) -> tuple[DimAxis, DimAxis] | None:
 
 
 TwoOrders = tuple[list[DimAxis], list[DimAxis]]
-"""The factors of one dim, slowest first, and those of another, of the same sizes in another order."""
+"""The factors of two dims, slowest first, which have the same sizes but in different orders."""
 
 
 def unify(one: DimAxis, other: DimAxis) -> list[TwoOrders]:
     """Notes that the dims of ``one`` and ``other``, of equal size, must be sharded alike, by merging the two in place.
 
-    Both are split into the same factors and concatenated parts. Those that cannot be matched are marked as needed
-    whole: they are not sharded. Returns pairs of lists of factors, slowest first, of the same sizes in two orders.
+    Both are split into the same factors and concatenated parts. Axes that cannot be matched are marked as needed whole,
+    so that they are not sharded. Returns the factors that do not match because two dims have them in different orders.
 
     >>> columns, heads, width = DimAxis(12), DimAxis(3), DimAxis(4)
     >>> unify(columns, _product([heads, width]))
@@ -234,7 +237,7 @@ def _unify_factors(one: DimAxis, other: DimAxis) -> list[TwoOrders]:
     left, right, in_two_orders = _factors(one), _factors(other), list[TwoOrders]()
     while left and right:
         a, b = _opened(left, -1), _opened(right, -1)
-        if a.factors is not None or b.factors is not None:  # it was split since the list was made
+        if a.factors is not None or b.factors is not None:  # the axis was split since the list was made
             left += _factors(a)
             right += _factors(b)
         elif a.size == b.size:
@@ -289,9 +292,9 @@ class AxisUse:
 class RunAxes:
     """Which dims of the tensors of a recorded forward must be sharded alike, and which operators sum over such dims.
 
-    Dims that must be sharded alike share a :class:`DimAxis`. ``uses`` has the operators that sum over one, or look up
-    rows of a table by it; ``in_two_orders`` those of whose tensors one has the factors of a dim in another order, with
-    both.
+    Dims that must be sharded alike share a :class:`DimAxis`. ``uses`` has the operators that sum over an axis, or look
+    up rows of a table by it. ``in_two_orders`` has the operators that relate two dims with the same factors in
+    different orders, each with both orders.
     """
 
     dims: dict[TensorUse, list[DimAxis]] = field(default_factory=dict)
@@ -310,21 +313,22 @@ class RunAxes:
     def of_samples(self, inputs: Iterable[TensorUse]) -> set[DimAxis]:
         """Returns a :class:`DimAxis` for dim 0 of each of ``inputs``, the dim that holds the samples of a batch.
 
-        If dim 0 was found to be a product or a concatenation, those that make it up are returned (:func:`leaves`).
+        If dim 0 was found to be a product or a concatenation, the axes that make it up are returned (:func:`leaves`).
         """
         return {leaf for tensor in inputs if tensor.shape for leaf in leaves(self.of(tensor)[0])}
 
 
 _VIEWS = frozenset(("select", "slice"))
-"""Operators that return a part of a tensor; code may ask for its size alone, as in ``weight[0].numel()``."""
+"""Operators that return a part of a tensor. A part relates no dims if code reads only its size (``w[0].numel()``)."""
 
 
 def axes_of(recording: Recording) -> RunAxes:
     """Returns which dims of the tensors in a recorded run must be sharded alike, according to its operators.
 
-    Those of the backwards of the user's own autograd functions count too: no rank may have a part of what they sum or
-    need whole. What code puts in the place of a parameter has its dims. Constants are left out: one table
-    of positions that two layers share would tie the dims of both layers together.
+    The operators in the backwards of the user's own autograd functions count too. Dims that these operators sum over or
+    need whole stay uncut, because nothing sums over ranks there. A tensor that code puts in the place of a parameter
+    shares the parameter's dims. Constants are left out: one table of positions that two layers share would tie the dims
+    of both layers together.
 
     >>> import torch
     >>> from torch import nn
@@ -364,7 +368,7 @@ def axes_of(recording: Recording) -> RunAxes:
                 or (call.is_hidden and id(call) not in backward)
                 or (role is not Role.SAME and id(call) in backward)
             ):
-                _need_whole(axis, call.name)  # in a backward of the user's own, nothing sums over ranks
+                _need_whole(axis, call.name)  # in the backward of a user's function nothing sums over ranks
             elif role is not Role.SAME:
                 run_axes.uses.append(AxisUse(call, axis, role))
     for parameter, value in recording.assigned:
@@ -375,7 +379,10 @@ def axes_of(recording: Recording) -> RunAxes:
 
 
 def _cross_entropies(recording: Recording) -> Iterator[tuple[tuple[RecordedCall, RecordedCall], int]]:
-    """Yields the two operators of each cross entropy, a log-softmax that only an unweighted loss reads, and its dim."""
+    """Yields the two operators of each unweighted cross entropy (log-softmax, loss), and the dim of the classes.
+
+    The loss must be the only reader of the log-softmax.
+    """
     made = {call.results[0]: call for call in recording.calls if call.name == "_log_softmax"}
     num_reads = Counter(chain(recording.outputs, *(call.operands for call in recording.calls)))
     for call in recording.calls:
@@ -395,7 +402,7 @@ def _axis(dim: Dim, axes: Sequence[DimAxis]) -> DimAxis:
 
 
 def spread(labels: bytes, inside: int, outside: int) -> bytes:
-    """Returns the rank that holds each element of a dim, as one byte each, where one factor of the dim is cut.
+    """Returns the rank that holds each element of a dim, as one byte each, if one factor of the dim is cut.
 
     ``labels`` are the ranks that hold the indices of that factor; ``inside`` and ``outside`` are the numbers of
     elements of the dim's faster and slower factors.
@@ -409,9 +416,9 @@ def spread(labels: bytes, inside: int, outside: int) -> bytes:
 
 
 def labels_of(axis: DimAxis, cut: Mapping[DimAxis, bytes]) -> bytes | None:
-    """Returns the rank that holds each element of a dim, as one byte each, or None if nothing that makes it up is cut.
+    """Returns the rank that holds each element of a dim, as one byte each, or None if no axis of the dim is cut.
 
-    ``axis`` is the dim's :class:`DimAxis`. ``cut`` maps each one that is cut to the ranks that hold its elements. In a
+    ``axis`` is the dim's :class:`DimAxis`. ``cut`` maps each axis that is cut to the ranks that hold its elements. In a
     concatenation, the elements of a part that is not cut have the label :data:`ALL`, since every rank holds them.
 
     Raises: ValueError: two factors of a product are cut.

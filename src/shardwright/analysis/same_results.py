@@ -1,8 +1,8 @@
 """Tells whether a model's traced calls compute what its own forward computes, by the operators that lead to its output.
 
-A tracer runs code on proxies, of which ``x is None``, ``hasattr(x, "mask")`` or ``type(x) is Tensor`` are not what they
-are of values, so that another branch may be traced without an error. Both the traced calls and the forward are run on
-the meta device here, and the tensors of both outputs must be made by the same operators of the same tensors.
+A tracer runs code on proxies. ``x is None``, ``hasattr(x, "mask")`` or ``type(x) is Tensor`` may answer otherwise for a
+proxy than for a tensor, so the trace may take another branch without an error. Here both the traced calls and the
+forward run on the meta device. The tensors of both outputs must come from the same operators on the same tensors.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _COPIES = frozenset(("aten::clone", "aten::contiguous", "aten::_to_copy", "aten:
 """Operators that copy their first operand, and change at most its dtype or its strides."""
 
 Origin = int
-"""A number that is equal for tensors that the same operators have made of the same tensors."""
+"""A number that is equal for two tensors if the same operators computed them from the same tensors."""
 
 
 def difference_from_forward(model: nn.Module, chunked: ChunkedModel, inputs: Any) -> str:
-    """Returns how the traced calls of a model, in their chunks, compute something else than its forward; "" if not.
+    """Returns how the traced calls of a model, in their chunks, differ from its forward, as text; "" if they do not.
 
-    They do if their output is made by other operators, or if a module that several chunks call keeps something from
-    one call for another. ``inputs`` are a batch's, and may be on the meta device. A model of torch's and this library's
-    layers alone, and one whose forward does not run on the meta device, are not looked at.
+    They differ if other operators make the output, or if a module that several chunks call keeps something from one
+    call for another. ``inputs`` are those of a batch, and may be on the meta device. Not checked, with the result "",
+    are models made only of torch's and this library's layers, and models whose forward does not run on the meta device.
 
     >>> from shardwright.analysis.call_graph import CallSite, read_graph
     >>> class Shifted(nn.Linear):
@@ -64,12 +64,12 @@ def difference_from_forward(model: nn.Module, chunked: ChunkedModel, inputs: Any
     try:
         meta_inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
         forward_origins, values = _origins(model, lambda module: call_model(module, meta_inputs), meta_inputs, numbers)
-    except Exception:  # of the user's own code, without values: other checks say so where it matters
+    except Exception:  # the user's code does not run without values: other checks say so where that matters
         return ""
     try:
         traced = partial(_run_whole, whole, meta_inputs)
         traced_origins, _ = _origins(model, traced, meta_inputs, numbers, values=values)
-    except Exception as failure:  # of the code, on a branch that it does not take itself
+    except Exception as failure:  # the traced branch raises, which the forward itself does not take
         return f"the traced calls raise {type(failure).__name__}: {first_line(failure)}{line_of(failure)}"
     if forward_origins != traced_origins:
         return "the traced calls give another output than the forward"
@@ -89,10 +89,11 @@ def _run_whole(whole: ChunkedModel, inputs: Any, model: nn.Module) -> Any:
 def modules_keeping_state(model: nn.Module, inputs: Any, paths: list[str]) -> dict[str, str]:
     """Returns the modules at ``paths`` whose calls depend on what an earlier call in the same forward left behind.
 
-    It is left in attributes of the module. For each such module the result has the name of one that is a number or a
-    text and that a call changes, or "" if a call changes others alone, such as tensors. A module counts if the forward
-    gives another output, or raises, where each of its calls finds the attributes as they were before the forward. So a
-    count that nothing reads does not count, nor a table that each call would make alike.
+    A call can leave something behind in the module's attributes. To find such modules, the forward is run again so that
+    each call of the module finds its attributes as they were before the forward. The module counts if the forward then
+    gives another output, or raises. So a counter that no code reads does not count, nor a table that each call would
+    compute alike. The value in the result is the name of an attribute that a call changes and that is a number or a
+    text; it is "" if calls change only other attributes, such as tensors.
 
     >>> class Twice(nn.Module):
     ...     def __init__(self):
@@ -119,7 +120,7 @@ def modules_keeping_state(model: nn.Module, inputs: Any, paths: list[str]) -> di
 
 
 def _of_own_code(model: nn.Module, paths: list[str]) -> list[str]:
-    """Returns those of ``paths`` at which there is a module that is neither torch's nor this library's, or has one."""
+    """Returns the ``paths`` of modules that are, or contain, a module of a class of the user's own."""
     return [path for path in paths if not all(map(is_known, model.get_submodule(path).modules()))]
 
 
@@ -127,13 +128,13 @@ def _keeping_state(
     model: nn.Module, inputs: Any, paths: list[str], numbers: dict[object, Origin], wanted: list[Origin], *,
     values: bool,
 ) -> dict[str, str]:  # fmt: skip
-    """Returns :func:`modules_keeping_state` for a forward that has run, whose outputs have the origins ``wanted``."""
+    """Returns the result of :func:`modules_keeping_state`; ``wanted`` are the origins of the forward's outputs."""
     attributes: dict[str, str] = {}
     for path in paths:
         changed: list[str] = []
         try:
             alone, _ = _origins(model, partial(_call_isolated, path, inputs, changed), inputs, numbers, values=values)
-        except Exception:  # of a call that lacks what another one would have left
+        except Exception:  # a call lacks what an earlier call would have left behind
             alone = None
         if alone != wanted:
             attributes[path] = changed[0] if changed else ""
@@ -141,9 +142,9 @@ def _keeping_state(
 
 
 def _call_isolated(path: str, inputs: Any, changed: list[str], model: nn.Module) -> Any:
-    """Calls a model of which each call of the module at ``path`` finds the attributes that it has now.
+    """Calls a model so that each call of the module at ``path`` finds the attributes that the module has now.
 
-    The names of numbers and texts that a call leaves with other values are appended to ``changed``.
+    The names of attributes that are numbers or texts, and that a call changes, are appended to ``changed``.
     """
     module = model.get_submodule(path)
     before = {submodule: {name: _shallow_copy(value) for name, value in own_attributes(submodule).items()}
@@ -167,7 +168,7 @@ def _call_isolated(path: str, inputs: Any, changed: list[str], model: nn.Module)
 
 
 def _shallow_copy(value: Any) -> Any:
-    """Returns a copy of a container or an object with attributes that holds the same, and any other value itself."""
+    """Returns a shallow copy of a container or of an object with attributes, and any other value itself."""
     is_container = isinstance(value, list | dict | set)
     is_plain = hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type) and not callable(value)
     return copy.copy(value) if is_container or is_plain else value
@@ -177,15 +178,15 @@ def _origins(
     model: nn.Module, call: Callable[[nn.Module], Any], inputs: Any, numbers: dict[object, Origin], *,
     values: bool | None = None,
 ) -> tuple[list[Origin], bool]:  # fmt: skip
-    """Returns the origins of the tensors that ``call`` returns for a copy of the model, and whether it read values.
+    """Returns the origins of the tensors that ``call`` returns for a copy of the model, and whether values were kept.
 
-    ``numbers`` has the origins given so far. ``values`` says whether small constants have values, which code may read;
-    if it is None, they have them only where the call fails without.
+    ``numbers`` has the origins given so far. ``values`` says whether small constants have values, which code may read.
+    If it is None, constants have values only if the call fails without them.
     """
     if values is None:
         try:
             return _origins(model, call, inputs, numbers, values=False)
-        except Exception:  # of the user's own code, which may read values
+        except Exception:  # the user's code may read values
             if not may_read_values(model):
                 raise
             return _origins(model, call, inputs, numbers, values=True)
@@ -202,7 +203,7 @@ def _origins(
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model whose tensors are views of the model's, so that code may replace what they show."""
+    """Returns a copy of a model whose tensors are views of the model's, so that code may replace their ``.data``."""
     others = [*model.buffers(), *tensors_of([[*own_attributes(module).values()] for module in model.modules()])]
     memo: dict[int, Any] = {id(tensor): tensor.detach() for tensor in others}
     memo |= {
@@ -214,17 +215,18 @@ def _copy_of(model: nn.Module) -> nn.Module:
 class _OperatorFollower(DispatchMode):
     """Numbers tensors by the operators that have made them, and storages, whose numbers change with each write.
 
-    The number of a tensor follows from its storage and its place there, so a view needs no operator. ``numbers`` has
-    those given so far, by what they stand for, and ``leaves`` are the tensors that a forward is of: parameters,
-    buffers and inputs. What is made of none of these, and of no random numbers, is a constant; a trace has its values
-    where the forward has its operators, and constants of one shape and dtype are taken to be equal.
+    The number of a tensor follows from its storage and its place there, so a view needs no operator. ``numbers`` maps
+    what has been numbered so far to its number. ``leaves`` are the tensors that a forward starts from: parameters,
+    buffers and inputs. A tensor that depends on no leaf and on no random number is a constant. A trace may hold the
+    value of a constant where the forward runs the operators that make it, so all constants of the same shape and dtype
+    get the same number.
     """
 
     def __init__(self, numbers: dict[object, Origin], leaves: list[Tensor]) -> None:
         super().__init__()
         self._numbers = numbers
         self._of_storage: dict[int, object] = {}
-        self._alive: list[Tensor] = [*leaves]  # so that each storage is that of no other tensor
+        self._alive: list[Tensor] = [*leaves]  # keeps storages alive, so that no other storage gets their address
         self._draws = 0
         for leaf in filter(_has_storage, leaves):
             key = leaf.untyped_storage()._cdata
@@ -278,15 +280,15 @@ class _OperatorFollower(DispatchMode):
     def _write(self, tensor: Tensor, value: object, source: Any) -> None:
         """Gives the storage of a tensor another number after an operator has written into the tensor.
 
-        ``value`` stands for what the operator computed. If it copied from a tensor ``source`` of the same shape and
-        dtype, the number follows from that tensor's instead. After a write into all of its storage a tensor counts as
-        what the operator would have returned without writing.
+        ``value`` stands for what the operator computed. If the operator copied from a tensor ``source`` of the same
+        shape and dtype, the number follows from the number of ``source`` instead. If the operator wrote into the whole
+        storage, the tensor gets the number that the operator's result would have without the write.
         """
         key, place = tensor.untyped_storage()._cdata, (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
         is_alike = isinstance(source, Tensor) and (source.shape, source.dtype) == (tensor.shape, tensor.dtype)
         if is_alike and _has_storage(source):
             if (source.untyped_storage()._cdata, source.storage_offset()) == (key, tensor.storage_offset()):
-                return  # as `x[0] += 1` ends, in which the sum is there already
+                return  # a copy onto itself, with which `x[0] += 1` ends: the sum is in its place already
             value = self._storage(source) if _is_whole(source) else ("view", self.of(source))
         before = self._number(("storage", self._of_storage.get(key)))
         self._of_storage[key] = value if _is_whole(tensor) else ("written", value, place, before)

@@ -1,6 +1,7 @@
 """Finds code that computes with the batch size, or with a sample's index in the batch.
 
-Both change where a batch is cut: a rank or a microbatch has fewer samples, and its first one is not that of the batch.
+Both numbers change when a batch is cut: a rank or a microbatch has fewer samples than the batch, and its first sample
+is not the first sample of the batch.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from shardwright.analysis.operator_results import leaves_of
 from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
 
 LARGEST = 2.0**53
-"""A number that is larger, as a mask's least value, is no count."""
+"""A number above this is no count of samples; it may be the fill value of a mask, for example."""
 
 _MAKERS = frozenset(("arange", "linspace", "logspace"))
-"""Functions that make a tensor of elements that differ."""
+"""Functions that make a tensor whose elements differ from each other."""
 
 _PARTS = frozenset(("slice", "narrow", "split", "split_with_sizes"))
 """Functions that take successive elements of a tensor."""
@@ -25,16 +26,17 @@ _PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "linear", "mm"))
 of a batch, and adds no value of its own."""
 
 _PICKS = ("index", "gather", "scatter", "embedding", "take", "sort", "cross_entropy", "nll_loss")
-"""Parts of the names of functions that only take elements, or put them, by numbers among their operands."""
+"""Parts of the names of functions that only read or write elements at indices, which are one of their operands."""
 
 _ARITHMETIC = frozenset(("add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "pow", "remainder"))
 
 
 def calls_with_counts(recording: Recording) -> list[int]:
-    """Returns the indices of calls that may compute with the number of samples: they have a multiple or a part of it.
+    """Returns the indices of calls that may compute with the number of samples.
 
-    Some tensor of these calls has a value for each sample. That the number follows from the samples, and is not one by
-    chance, a record with another number of samples shows (:func:`differ`).
+    Some operand of these calls has a dim as large as the number of samples, and some plain number among their arguments
+    is a multiple or a fraction of it. That may be chance: a record with another number of samples shows whether the
+    number changes with the samples (:func:`differ`).
     """
     number = recording.num_samples
     return [
@@ -47,12 +49,12 @@ def calls_with_counts(recording: Recording) -> list[int]:
 
 
 def calls_by_place(recording: Recording) -> list[int]:
-    """Returns the indices of calls that may compute values of samples with others that differ by place in the batch.
+    """Returns the indices of calls that may combine samples' values with values that depend on the place in the batch.
 
-    These are numbers that the forward makes, one for each sample (``x + arange(len(x))``), or as many elements of a
-    parameter, a buffer or a table (``x + positions[: len(x)]``). Numbers by which elements are taken are none, nor is a
-    call whose results are whole numbers: such as ``i + n * arange(len(x))`` are numbers of rows. That the elements are
-    as many as the samples, and not by chance, a record with another number of samples shows.
+    Such values are numbers that the forward makes, one for each sample (``x + arange(len(x))``), or as many elements of
+    a parameter, a buffer or a table as there are samples (``x + positions[: len(x)]``). Numbers that are only used as
+    indices do not count. Nor does a call whose results are integers: ``i + n * arange(len(x))`` gives row numbers. The
+    sizes may be equal by chance; a record with another number of samples shows whether they are.
     """
     number, of_samples, by_place = recording.num_samples, {*recording.inputs}, set[TensorUse]()
     indices = []
@@ -60,7 +62,7 @@ def calls_by_place(recording: Recording) -> list[int]:
         operands = call.operands
         if not of_samples.isdisjoint(operands):
             of_samples.update(call.results, call.written)
-            by_place.difference_update(call.written if call.name == "copy_" else ())  # rows of a cache that are filled
+            by_place.difference_update(call.written if call.name == "copy_" else ())  # such as filled rows of a cache
             is_value = (
                 not _picks(call) and call.name not in _PRODUCTS and any(use.has_fractions for use in call.results)
             )
@@ -68,7 +70,7 @@ def calls_by_place(recording: Recording) -> list[int]:
                 indices.append(index)
             continue
         from_table = all(number not in use.shape for use in operands[:1])
-        # elements that are taken from one row for each sample are those of its row, whichever numbers take them
+        # what is picked from a tensor with one row per sample belongs to that sample, whatever the indices are
         causes = operands[:1] if _picks(call) and not from_table else operands
         makes = call.name in _MAKERS or (call.name in _PARTS and from_table)
         if makes or not by_place.isdisjoint(causes):
@@ -81,7 +83,7 @@ def _picks(call: RecordedCall) -> bool:
 
 
 def differ(call: RecordedCall, other: RecordedCall) -> bool:
-    """Returns whether two records of a call, on other numbers of samples, compute with other numbers."""
+    """Returns whether a call, recorded on two different numbers of samples, computes with different plain numbers."""
     if call.function is not other.function or call.module != other.module:
         return False
     pairs = zip(_numbers(call), _numbers(other), strict=False)
@@ -93,7 +95,7 @@ def _numbers(call: RecordedCall) -> Iterator[float]:
 
 
 def _may_be_of(value: float, number: int) -> bool:
-    """Returns whether a value is a multiple of ``number``, or so many parts of one.
+    """Returns whether a value is a multiple of ``number``, or a fraction with ``number`` as the denominator.
 
     >>> _may_be_of(46, 23), _may_be_of(16 / 23, 23), _may_be_of(0.5, 23), _may_be_of(1, 23)
     (True, True, False, False)

@@ -7,11 +7,11 @@ from shardwright.analysis.run_axes import RunAxes, leaves
 
 
 def layers_without_samples_first(recording: Recording, axes: RunAxes) -> set[str]:
-    """Returns the modules that multiply or look up a parameter by a tensor whose samples are not its whole dim 0.
+    """Returns the modules that multiply or look up a parameter by a tensor whose dim 0 is not exactly the samples.
 
-    The samples may be in a later dim, as where code puts the tokens of sequences first, or in a product with others, as
-    where it joins samples and tokens to rows. Or there are none, as in positions; lookups of a table by these do not
-    count.
+    The samples may be in a later dim, for example if code puts the tokens of sequences first. They may be one factor of
+    a dim, for example if code joins samples and tokens to rows. Or the tensor has no samples, like positions; but
+    lookups of a table by such a tensor do not count.
 
     >>> import torch
     >>> from torch import nn

@@ -1,7 +1,7 @@
-"""Finds modules that draw random numbers for one sample of a batch after another, as code that loops over it does.
+"""Finds modules that draw random numbers for one sample of a batch after another, in a loop over the samples.
 
-A rank, or a microbatch, that has fewer samples makes fewer of these draws. So the number of a draw, or of a call of the
-module, is translated to the one that the recorded forward has for the same sample of its batch::
+A rank or a microbatch has fewer samples, so it makes fewer of these draws. The number of a draw, or of a call of the
+module, is therefore translated to the number that the same draw has in the recorded forward::
 
     recorded, 5 samples      draw 0    1 2   3 4   5 6   7 8   9 10   11    two for each sample, one before and after
     a rank with 2 samples    draw 0    1 2   3 4   5                        its draw 5 is the recorded draw 11
@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 
 class SampleLoop(NamedTuple):
-    """The draws of a module that code makes for one sample after another, among all its draws.
+    """Which draws of a module are made in a loop over the samples.
 
-    The turns are the module's draws in one call if ``in_call``, and else the module's calls. Of these, ``first`` come
-    before the loop, ``every`` are for each sample, and ``last`` come after it. The record has ``num_samples`` samples.
+    A turn is one draw within a call of the module if ``in_call``, else one call of the module. ``first`` turns come
+    before the loop, ``every`` turns belong to each sample, and ``last`` turns come after the loop. The recorded batch
+    has ``num_samples`` samples.
     """
 
     first: int
@@ -51,9 +52,9 @@ class SampleLoop(NamedTuple):
 def sample_loops(samples: Mapping[str, Mapping[int, Sequence[int | None]]], count: int) -> dict[str, SampleLoop | None]:
     """Returns the loops over the ``count`` samples of a recorded batch, by the module that draws in them.
 
-    ``samples`` has, by the module's name and the number of its call, the sample for which each draw of the call is
-    made, or None for a draw that is for no sample alone. The result has None for a module that draws for each sample
-    alone in another way, such as by two loops, and nothing for one that does not.
+    ``samples`` lists, by the module's name and the number of its call, the sample for which each draw of the call is
+    made; None stands for a draw that is not for one sample alone. The result has None for a module that draws for each
+    sample alone in another way, such as by two loops. It has no entry for a module that does not draw for each sample.
 
     >>> sample_loops({"drop": {call: [call] for call in range(3)}}, 3)
     {'drop': SampleLoop(first=0, every=1, last=0, num_samples=3, in_call=False)}
@@ -82,12 +83,15 @@ def _over_calls(calls: Mapping[int, Sequence[int | None]], count: int) -> Sample
     loop = _loop([draws[0] for draws in calls.values()], count, in_call=False)
     if loop is None:
         return None
-    like = [len(calls[loop.recorded(call, count)[0]]) for call in calls]  # how often the same call draws elsewhere
+    like = [len(calls[loop.recorded(call, count)[0]]) for call in calls]  # draws in the first sample's matching call
     return loop if like == [len(draws) for draws in calls.values()] else None
 
 
 def _loop(turns: Sequence[int | None], count: int, *, in_call: bool) -> SampleLoop | None:
-    """Returns the loop if turns take the samples in order, each as often, else None; ``turns`` are given by sample."""
+    """Returns the loop if it takes the samples in order, with as many turns for each; else None.
+
+    ``turns`` has the sample of each turn, or None.
+    """
     inside = [sample for sample in turns if sample is not None]
     every = len(inside) // count
     first = turns.index(0)

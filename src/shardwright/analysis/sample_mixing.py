@@ -2,8 +2,8 @@
 
 Such code gives other results on a rank, or in a microbatch, that has only some of the samples. Layers such as BatchNorm
 are known by their class. Code outside of layers is found by its operators: a sum over the samples whose result goes
-back into each sample, or a batch norm that uses the batch's own statistics. Other ways in which samples meet are found
-too (:func:`meetings`), of which a layout warns.
+back into each sample, or a batch norm that uses the batch's own statistics. :func:`meetings` finds other ways in which
+samples meet, of which layouts warn.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ _SUMS = frozenset((
     "sum", "nansum", "mean", "var", "std", "var_mean", "logsumexp", "prod", "norm", "linalg_vector_norm",
     "_foreach_norm", "mm", "bmm", "addmm", "baddbmm", "linear", "mv", "addmv", "dot",
 ))  # fmt: skip
-"""Operators that compute one value from many. An operator that picks a sample, such as an index, is not one of them,
-because masks use it. A maximum is not either, because it may serve precision alone; :func:`meetings` has it.
+"""Operators that compute one value from many.
+
+Operators that pick a sample, such as an index, are left out, because masks use them. So is a maximum, because code may
+use it for precision alone; :func:`meetings` reports it.
 """
 
 _LOSSES = frozenset((
     "binary_cross_entropy", "huber_loss", "mse_loss", "nll_loss2d_forward", "nll_loss_forward", "smooth_l1_loss",
     "soft_margin_loss",
 ))  # fmt: skip
-"""Operators that compute one value from all samples if their result is one number."""
+"""Operators that compute one value from all samples, if their result is a single number."""
 
 _REDUCTIONS = frozenset((
     "amax", "amin", "aminmax", "linalg_vector_norm", "logsumexp", "max", "median", "min", "norm", "prod", "std",
@@ -59,22 +61,22 @@ _ALONG = {
     "cummax": 1, "cummin": 1, "cumprod": 1, "cumsum": 1, "flip": 1, "glu": 1, "kthvalue": 2, "log_softmax": 1,
     "logcumsumexp": 1, "roll": 2, "softmax": 1, "sort": 1, "topk": 2, "unfold": 1,
 }  # fmt: skip
-"""Operators that compute each value from others along some dims, and the number of the argument that names these."""
+"""Operators that mix elements along some dims, and the number of the argument that names these dims."""
 
 _BENDS = frozenset((
     "_log_softmax", "_softmax", "abs", "clamp", "clamp_max", "clamp_min", "exp", "expm1", "gelu", "log", "log10",
     "log1p", "log2", "pow", "reciprocal", "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "square", "tanh",
 ))  # fmt: skip
-"""Operators of one operand that are not linear: the mean of their results on parts of a batch is not that on all."""
+"""Nonlinear operators of one operand: the mean of their results on parts of a batch is not that on the whole batch."""
 
 _PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "div", "dot", "linear", "mm", "mul", "mv"))
 """Operators that are not linear where several operands are sums over samples."""
 
 _SOLVES = frozenset(("_linalg_solve_ex", "cholesky_solve", "linalg_lu_solve", "linalg_solve_triangular"))
-"""Operators by which a matrix that several samples make up goes back into each of them."""
+"""Operators that solve with a matrix: one that is made of several samples goes back into each sample's result."""
 
 _VIEWS = frozenset(("as_strided", "narrow", "select", "slice", "split", "split_with_sizes", "unbind", "view"))
-"""Operators whose results show some elements of their operand: what is written there the operand has too."""
+"""Operators whose results are views of elements of their operand: a write to a result also changes the operand."""
 
 BATCH_NORM_CALLS = (
     "native_batch_norm",
@@ -88,9 +90,9 @@ BATCH_NORM_CALLS = (
 def mixing_call(recording: Recording, axes: RunAxes, shared: Collection[str]) -> RecordedCall | None:
     """Returns the first operator that mixes samples and whose result goes back into each sample, or None.
 
-    ``shared`` names the BatchNorms that may mix samples, because ranks add up their statistics; not those that are
-    called on some of the samples. A sum that ends in one number, such as a loss, does not count, and neither do sums of
-    integers, such as counts and positions.
+    ``shared`` names the BatchNorms that may mix samples, because ranks add up their statistics. A call of one of them
+    counts all the same if it takes its statistics over some of the samples only. A sum that ends in one number, such as
+    a loss, does not count, and neither do sums of integers, such as counts and positions.
 
     >>> import torch
     >>> from torch import nn
@@ -116,15 +118,22 @@ def mixing_call(recording: Recording, axes: RunAxes, shared: Collection[str]) ->
 
 
 def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tuple[str, str], None]:
-    """Returns (module, operator) for each operator by which the samples of a batch meet otherwise than in a sum.
+    """Returns (module, operator) for each operator that combines the samples of a batch other than in a plain sum.
 
-    These are reductions such as a maximum, softmax along the samples, operators that compare or multiply all samples
-    with one another, as a contrastive loss does, and those that need the dim of the samples whole, as a convolution
-    over them does. So are choices of samples by their number, if code combines these with others, and sums of samples
-    in groups; functions that are not linear, such as a root, of sums over samples, if parameters and outputs depend on
-    these; writes of such a sum into a buffer; reads of such a sum by code; and running counts along the samples of what
-    the model has decided, as of experts that take so many tokens each. ``flow`` has the choices of samples by number
-    (:func:`follow_samples`); an empty one has none, as where some inputs have other things than samples in dim 0.
+    Reported are:
+
+    - reductions such as a maximum, and softmax and the like along the samples;
+    - operators that compare or multiply all samples with one another, as a contrastive loss does;
+    - operators that need the dim of the samples whole, such as a convolution along it;
+    - sums of samples in groups, and samples picked by number that code combines with other samples;
+    - nonlinear functions, such as a root, of sums over samples, if the sums depend on parameters and outputs on the
+      results;
+    - sums over samples that are written into a buffer, or whose values code reads;
+    - running counts, along the samples, of what the model has decided, as for experts of limited capacity;
+    - rows in which the samples lie in two orders, and operators that mix rows which a condition has selected.
+
+    ``flow`` has the samples picked by number (:func:`follow_samples`). It may be empty, for example where some inputs
+    have something other than samples in dim 0; then none of these are reported.
     """
     batch = axes.of_samples(recording.inputs)
     count = recording.num_samples
@@ -140,7 +149,7 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
         results = [use for use in call.results if use.has_fractions]
         if first is None:
             continue
-        if name == "cumsum" and not first.has_fractions:  # places in a queue, as of experts that take so many tokens
+        if name == "cumsum" and not first.has_fractions:  # places in a queue, as for experts of limited capacity
             is_used = first in trained and not leading.isdisjoint(call.results)
             if is_used and of_batch(first)[call.argument(1, "dim", -1)]:
                 causes[call.module, "a running count"] = None
@@ -155,7 +164,7 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
         if name in _ALONG and first.has_fractions:
             dims = call.argument(_ALONG[name], "dims" if name in ("flip", "roll") else "dim", -1)
             meets |= any(before[dim] for dim in ([dims] if isinstance(dims, int) else dims) if before)
-        # each sample is a sum over all: with a matrix of weights between samples
+        # a product with a matrix of weights between samples makes each sample a sum over all samples
         meets |= name in _PRODUCTS and id(call) in over and any(map(any, map(of_batch, results)))
         meets |= needs_other_samples(call, axes, batch)
         is_used = not trained.isdisjoint(call.operands) and not leading.isdisjoint((*results, *call.written))
@@ -171,7 +180,7 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
     for name, use in recording.new_buffers.items():
         if use in sums:
             causes[name.rpartition(".")[0], f"a {sums[use].name}, with which it changes the buffer '{name}',"] = None
-    for call, orders in axes.in_two_orders:  # samples and others make up one dim, in two orders
+    for call, orders in axes.in_two_orders:  # one dim is a product of samples and other indices, in two orders
         one, other = (
             [place for place, axis in enumerate(order) if batch.intersection(leaves(axis))] for order in orders
         )
@@ -191,18 +200,18 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
 _PICKS = {"index_select": 1, "narrow": 1, "select": 1, "slice": 1}
 """Operators that take rows by their numbers, and the number of the argument that names the dim.
 
-One that divides rows is none: their counts may be those of samples.
+Operators that split a tensor into parts are left out: the sizes of the parts may be the samples' numbers of rows.
 """
 
 
 def _meetings_of_selected(
     recording: Recording, axes: RunAxes, leading: set[TensorUse]
 ) -> Iterator[RecordedCall]:  # fmt: skip
-    """Yields operators by which samples meet that a condition on their values has selected, as ``x[mask]`` does.
+    """Yields the operators that combine rows which a condition on values has selected, as ``x[mask]`` does.
 
-    These are operators that take some of them by number, as the first ones, or compute each from others, as a softmax
-    does, reductions such as a maximum, and means and other sums of them whose result goes back into each. A rank has
-    selected some of them only.
+    A rank has only some of the selected rows. Yielded are operators that take some of the rows by number, such as the
+    first ones, or that compute each row from others, as a softmax does; reductions such as a maximum; and means and
+    other sums of rows whose result goes back into each row.
     """
     batch, selected = axes.of_samples(recording.inputs), set[DimAxis]()
     for call in recording.calls:
@@ -216,13 +225,13 @@ def _meetings_of_selected(
     def dims_of(use: TensorUse) -> list[int]:
         return [dim for dim, axis in enumerate(axes.of(use)) if not selected.isdisjoint(leaves(axis))]
 
-    taken: dict[TensorUse, list[RecordedCall]] = {}  # by what slices take rows of
+    taken: dict[TensorUse, list[RecordedCall]] = {}  # by tensor, the calls that take rows of it
     for call in recording.calls:
         x, name = next(iter(call.operands), None), call.name.removesuffix("_")
         dims = dims_of(x) if x is not None and x.shape and not leading.isdisjoint(call.results) else []
         if x is None or not dims:
             continue
-        # rows in another order are the same rows
+        # flip and roll change only the order of the selected rows
         along = None if name in ("flip", "roll") else _PICKS.get(name, _ALONG.get(name))
         dim_argument = [] if along is None else call.argument(along, "dim", 0 if name in _PICKS else -1)
         named = {dim % len(x.shape) for dim in ([dim_argument] if isinstance(dim_argument, int) else dim_argument)}
@@ -233,7 +242,7 @@ def _meetings_of_selected(
     for x, calls in taken.items():
         (dim, *_) = dims_of(x)
         counts = [pick.results[0].shape[dim] if len(pick.results[0].shape) == len(x.shape) else 1 for pick in calls]
-        if sum(counts) < x.shape[dim]:  # else code takes all of them, in turn
+        if sum(counts) < x.shape[dim]:  # else the calls together may take all rows, one after the other
             yield calls[0]
     known = _sums(recording, axes)[1]
     yield from (call for call in _sums(recording, axes, selected)[1] if call not in known)
@@ -260,10 +269,11 @@ def warn_of_meeting(places: Sequence[str], function: str, stacklevel: int) -> No
 
 
 def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> bool:
-    """Warns of each operator of a loss by which samples meet (:func:`meetings`), as in a contrastive loss.
+    """Warns of each operator of a loss that combines samples (:func:`meetings`), and returns whether there is one.
 
-    A copy of the loss is run on meta tensors like a model's ``output`` and its ``targets``, but for the number of
-    samples. Nothing is said of a loss that does not run so, nor where only an object has what it needs.
+    A copy of the loss runs on meta tensors with the shapes of a model's ``output`` and its ``targets``, but with
+    another number of samples. No warning is given for a loss that does not run in this way, nor if it needs tensors
+    that are hidden inside of an object.
 
     >>> import warnings
     >>> def contrastive(output, targets): return (output @ output.T).logsumexp(1).sum(), len(output)
@@ -280,9 +290,9 @@ def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> bool:
     if not number or any(x.is_meta for x in tensors) or unseen_outputs(output):
         return False
     prime = next((count for count in COUNTS if count not in sizes), COUNTS[0])
-    # a list among the targets may have an entry for each sample, whose tensors have the boxes of a picture in dim 0
+    # a list in the targets may have one entry per sample, with tensors whose dim 0 has, say, the boxes of a picture
     alike = {len(x) for x in tensors} == {number} and not has_list(targets)
-    # code that halves the batch, as that of two views of each sample does, runs with even numbers only
+    # a loss that halves the batch, for two views of each sample, say, does not run on an odd number of samples
     tried = (_recorded_loss(loss, output, targets, number, count) for count in ((prime, number) if alike else (prime,)))
     recording = next((record for record in tried if record is not None), None)
     if recording is None:
@@ -298,10 +308,10 @@ def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> bool:
 
 
 def means_within(recording: Recording, axes: RunAxes, counted: int | None, labels: Any) -> list[tuple[str, str]]:
-    """Returns (module, operator) where the loss that a model computes itself is no mean over its ``labels``.
+    """Returns (module, operator) for each operator that keeps the model's own loss from being a mean over ``labels``.
 
-    It is a mean over another count, a sum, or a sum of means over several. ``counted`` is the label that is not
-    counted; None if samples are counted.
+    Such a loss is a mean over another count, a sum, or a sum of means over several counts. ``counted`` is the label
+    that the caller does not count, or None if the caller counts samples.
 
     >>> from shardwright.analysis.model_graph import ModelGraph
     >>> class Masked(nn.Linear):
@@ -316,7 +326,7 @@ def means_within(recording: Recording, axes: RunAxes, counted: int | None, label
     if loss is None or loss.shape or not loss.has_fractions:
         return []
     leading, sums = _leading(recording, [loss]), _sums(recording, axes)[0]
-    of_loss = leading.intersection(sums)  # and not of a metric beside it
+    of_loss = leading.intersection(sums)  # leaves out the sums of metrics beside the loss
     means = other_means(recording, axes, of_loss, _trained(recording), targets=labels, counted=(counted,))
     added = sum_call(recording, axes, loss)
     used = [call for call in means if not leading.isdisjoint(call.results)] + ([added] if added is not None else [])
@@ -329,7 +339,7 @@ def has_list(tree: Any) -> bool:
 
 
 def _recorded_loss(loss: nn.Module, output: Any, targets: Any, number: int, count: int) -> Recording | None:
-    """Returns the record of a loss on ``count`` samples in place of ``number``, or None if it does not run on these.
+    """Returns the record of a loss on ``count`` samples in place of ``number``, or None if the loss does not run so.
 
     The tensors of the output count as parameters.
     """
@@ -339,7 +349,8 @@ def _recorded_loss(loss: nn.Module, output: Any, targets: Any, number: int, coun
         return torch.empty((several, *x.shape[1:]) if several else x.shape, dtype=x.dtype, device="meta")
 
     inputs = tree_map_only(Tensor, with_others, (output, targets))
-    outputs, tensors = set(map(id, sample_tensors(inputs[0]))), sample_tensors(inputs)  # a loss may take some out
+    # listed before the loss runs, which may pop entries from its inputs
+    outputs, tensors = set(map(id, sample_tensors(inputs[0]))), sample_tensors(inputs)
     try:
         with torch.random.fork_rng(devices=()):
             recording = record_forward(copied(loss, {}), inputs)  # a copy: the loss may keep state
@@ -355,10 +366,10 @@ def _recorded_loss(loss: nn.Module, output: Any, targets: Any, number: int, coun
 def _sums(
     recording: Recording, axes: RunAxes, more: Collection[DimAxis] = ()
 ) -> tuple[dict[TensorUse, RecordedCall], list[RecordedCall]]:
-    """Returns the values that are made of several samples and have none themselves, each with the sum it is made of.
+    """Returns the values that were summed over samples, each with the operator that summed, and the sums that go back.
 
-    The list has the sums whose results go back into each sample, in order. With ``more``, axes whose indices belong to
-    samples too, it has those that go back into rows of these.
+    Such a value depends on several samples and has no dim of samples. The list has the operators whose sums go back
+    into each sample, in the order of the run. ``more`` has further axes whose indices count as samples.
     """
     samples = axes.of_samples(recording.inputs).union(more)
     known: dict[TensorUse, bool] = {}
@@ -370,7 +381,7 @@ def _sums(
 
     sums: dict[TensorUse, RecordedCall] = {}
     back: list[RecordedCall] = []
-    viewed: dict[TensorUse, TensorUse] = {}  # each view, with the tensor of which it shows elements
+    viewed: dict[TensorUse, TensorUse] = {}  # view -> the tensor that it is a view of
     for call in recording.calls:
         if call.name in _VIEWS and call.operands:
             viewed.update(dict.fromkeys(call.results, call.operands[0]))
@@ -421,10 +432,10 @@ def _normalises_samples(call: RecordedCall, axes: RunAxes, samples: Collection[D
 def _normalises_some(call: RecordedCall, recording: Recording, axes: RunAxes) -> bool:
     """Whether a batch norm takes its statistics over some of the samples, as a ghost BatchNorm does over each chunk.
 
-    The chunks of a rank's samples are not those of the whole batch.
+    Chunks of a rank's samples are other sets of samples than the chunks of the whole batch.
     """
     dims = [{*leaves(axis)} for axis in axes.of(call.operands[0])]
     over, every = set().union(*(dim for place, dim in enumerate(dims) if place != 1)), set().union(*dims)
     sample_axes = (axes.of_samples([use]) for use in recording.inputs)
-    # samples that lie side by side among the channels, as pairs of them, are apart there
+    # samples that the channels dim holds, such as the two of each pair, are normalized apart from each other
     return any(samples & over and samples - every for samples in sample_axes)

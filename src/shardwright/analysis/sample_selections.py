@@ -21,7 +21,7 @@ from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
 from shardwright.analysis.run_axes import RunAxes, leaves, product_of, unify
 
 NO_SAMPLE = -1
-"""Stands for a row of a dim of samples that is of no sample, such as one that is concatenated to them."""
+"""Stands for a row that belongs to no sample in a dim of samples, such as a row that code has concatenated to them."""
 
 _DIM_ARGUMENTS = {
     "chunk": 2, "gather": 1, "index_select": 1, "narrow": 1, "select": 1, "slice": 1, "split": 2, "split_with_sizes": 2,
@@ -30,23 +30,24 @@ _DIM_ARGUMENTS = {
 """Operators that pick elements of a dim by their numbers, and the number of the argument that names the dim."""
 
 _MOVES = {"flip": 1, "roll": 2}
-"""Operators that change the order along dims, and the number of the argument that names these."""
+"""Operators that change the order along dims, and the number of the argument that names these dims."""
 
 _COMBINES = frozenset((
     "_cdist_forward", "add", "addcdiv", "addcmul", "addmm", "atan2", "baddbmm", "bmm", "div", "dot", "fmod", "lerp",
     "linear", "maximum", "minimum", "mm", "mul", "mv", "pow", "rsub", "sub", "where", "xlogy",
     "binary_cross_entropy", "huber_loss", "mse_loss", "scaled_dot_product_attention", "smooth_l1_loss",
 ))  # fmt: skip
-"""Operators whose results have to do with all operands at once; others, such as ``cat``, only put them together."""
+"""Operators that compute each result from several operands; others, such as ``cat``, only put operands together."""
 
 _TOO_LARGE = 1 << 16
-"""A number of elements above which constants are not computed to see which samples they choose."""
+"""The largest constant, in elements, that is computed to see which samples its indices choose."""
 
 
 class SampleDim(NamedTuple):
-    """Which sample each index of a dim belongs to; the dim is a product of ``outside``, the rows, and ``inside``.
+    """Which sample each index of a dim belongs to.
 
-    ``rows`` has the number of a sample for each row, or :data:`NO_SAMPLE`. The indices ``inside`` vary the fastest.
+    The dim is a product of three factors: ``outside`` elements, then the rows, then ``inside`` elements, which vary the
+    fastest. ``rows`` has the number of the sample of each row, or :data:`NO_SAMPLE`.
     """
 
     rows: tuple[int, ...]
@@ -66,9 +67,9 @@ class SampleDim(NamedTuple):
 
 
 class SampleUse(NamedTuple):
-    """What samples a value is made of, and where its dims hold them.
+    """Which samples a value was computed from, and which of its dims hold them.
 
-    ``samples`` is None if that is not known. ``dims`` has None for a dim without samples. ``picked`` is the last
+    ``samples`` is None if they are not known. ``dims`` has None for a dim without samples. ``picked`` is the last
     operator that picked some of the samples.
     """
 
@@ -79,30 +80,31 @@ class SampleUse(NamedTuple):
 
 @dataclass
 class SampleFlow:
-    """What samples the values of a recorded run are made of, and the operators that combine picked samples with others.
+    """The samples that each value of a recorded run was computed from, and where code combines picked ones with others.
 
-    Both are empty for a run whose code picks none. ``combined`` has the operator that picked, what was combined, and
-    the results.
+    Both fields are empty for a run whose code picks no samples. An entry of ``combined`` has the operator that picked
+    the samples, the values that were combined, and the results.
     """
 
     values: dict[TensorUse, SampleUse] = field(default_factory=dict)
     combined: list[tuple[RecordedCall, Sequence[TensorUse], Sequence[TensorUse]]] = field(default_factory=list)
 
     def sample_of(self, use: TensorUse) -> int | None:
-        """Returns the number of the sample from which alone a value was computed; None if from several or none."""
+        """Returns the number of the only sample that a value was computed from; None for several samples or none."""
         value = self.values.get(use)
         return next(iter(value.samples)) if value is not None and value.samples and len(value.samples) == 1 else None
 
     def permutes(self, use: TensorUse) -> bool:
-        """Returns whether a dim of a value holds samples in another order than the batch, none of them twice."""
+        """Returns whether a dim of a value holds samples, each at most once, in another order than the batch."""
         value = self.values.get(use)
         return value is not None and any(dim is not None and dim.is_permuted for dim in value.dims)
 
 
 def follow_samples(recording: Recording, axes: RunAxes) -> SampleFlow:
-    """Returns what samples the values of a recorded run are made of, if code picks some, or inputs have rows of them.
+    """Returns which samples the values of a recorded run were computed from; empty if code does not pick samples.
 
-    A dim that code has put together from all samples in order, as a loop over them does, gets their index in ``axes``.
+    The result is not empty either if inputs have rows or list entries of samples. If code has put a dim together from
+    all samples in order, as a loop over the samples does, the dim gets the samples' :class:`DimAxis` in ``axes``.
     """
     batch = axes.of_samples(recording.inputs)
 
@@ -132,7 +134,7 @@ def picking_calls(
 ) -> list[RecordedCall]:
     """Returns the operators that pick samples by number, if code combines the picked samples with others.
 
-    Operators that permute the samples are among them. What is combined must be made of parameters (``trained``), and
+    Operators that permute the samples are among them. A combined value must depend on parameters (``trained``), and
     outputs must depend on the result (``leading``).
     """
     calls = dict[RecordedCall, None]()
@@ -161,20 +163,20 @@ def parameters_by_sample(recording: Recording, flow: SampleFlow) -> set[str]:
 
 
 class _SampleFollower:
-    """Finds what samples the values of a recorded run are made of, operator by operator (:meth:`follow`)."""
+    """Finds which samples the values of a recorded run were computed from, operator by operator (:meth:`follow`)."""
 
     def __init__(self, recording: Recording) -> None:
         self.flow = SampleFlow()
         self._values = self.flow.values
-        self._slots: dict[TensorUse, tuple[TensorUse, int, int]] = {}  # by view: what it is of, the dim, and the index
-        self._filled: dict[tuple[TensorUse, int], dict[int, int]] = {}  # by these, the sample that is in each index
+        self._slots: dict[TensorUse, tuple[TensorUse, int, int]] = {}  # view -> (base tensor, dim, index)
+        self._filled: dict[tuple[TensorUse, int], dict[int, int]] = {}  # (base tensor, dim) -> {index: sample there}
         self._num_samples = max(recording.num_samples, 1)
-        self._constants: dict[TensorUse, Tensor | None] = {}  # of those that were asked for, None if they are not known
+        self._constants: dict[TensorUse, Tensor | None] = {}  # computed values of constants; None if unknown
         self._made_by = {use: call for call in recording.calls for use in call.results if use.kind == "constant"}
         for use, rows_of in recording.rows_of_samples.items():
             first = SampleDim(rows_of) if use.shape and use.shape[0] == len(rows_of) > 1 else None
             self._values[use] = SampleUse(frozenset(rows_of), (first, *_none(use)[1:]) if use.shape else ())
-        self._of_all = set[TensorUse]()  # given to all ranks alike, such as indices of an input that is no batch
+        self._of_all = set[TensorUse]()  # values that are equal on all ranks: inputs without samples, and their results
         for use in recording.inputs:
             if use.shape and use.shape[0] == recording.num_samples:
                 rows = SampleDim(tuple(range(recording.num_samples)))
@@ -184,7 +186,7 @@ class _SampleFollower:
                 self._of_all.add(use)
 
     def follow(self, call: RecordedCall) -> None:
-        """Notes what samples the results of the next operator are made of, and whether it combines picked ones."""
+        """Notes which samples the results of the next operator come from, and whether it combines picked samples."""
         self._note_slots(call)
         self._note_by_index(call)
         if all(use in self._of_all or use not in self._values for use in call.operands):
@@ -211,11 +213,11 @@ class _SampleFollower:
             self._values[use] = value
 
     def _note_by_index(self, call: RecordedCall) -> None:
-        """Notes an operator that takes samples at places whose numbers are not known, and that no sample decides.
+        """Notes an operator that takes samples at indices which are unknown and do not depend on the samples.
 
-        The numbers are in a buffer, a constant or an input that is no batch. A tensor of indices with a dim as large as
-        the number of samples, or a multiple of it, may take each of them in order, and is not noted. Known numbers are
-        followed, unless they are beyond the samples of the record.
+        Such indices are in a buffer, a constant or an input that has no samples. They are not noted if a dim of the
+        tensor of indices is as large as the number of samples, or a multiple of it: they may take each sample in order.
+        Known indices are followed instead, unless they lie beyond the samples of the record.
         """
         for use, index, dim in _indexed_dims(call):
             value = self._values.get(use)
@@ -229,7 +231,7 @@ class _SampleFollower:
                 self._note(call, [use], call.results)
 
     def _note_slots(self, call: RecordedCall) -> None:
-        """Notes which samples a new tensor holds once code has written one to each index, as ``out[i] = ...`` does."""
+        """Notes which samples a new tensor holds once code has written one sample to each index (``out[i] = ...``)."""
         first = next(iter(call.operands), None)
         if call.name == "select" and first is not None and first not in self._values and first not in self._slots:
             dim = call.args[1] % len(first.shape)
@@ -240,7 +242,7 @@ class _SampleFollower:
             base, dim, index = self._slots[use]
             samples = {self.flow.sample_of(arg) for arg in call.operands if arg in self._values and arg is not use}
             filled = self._filled.setdefault((base, dim), {})
-            filled.pop(index, None)  # of what was there before
+            filled.pop(index, None)  # forget the sample that was there before
             filled.update((index, sample) for sample in samples if sample is not None and len(samples) == 1)
             if len(filled) == base.shape[dim]:
                 row_samples = tuple(filled[index] for index in range(len(filled)))
@@ -248,7 +250,7 @@ class _SampleFollower:
                 self._values[base] = SampleUse(frozenset(row_samples), dims)
 
     def _picked(self, call: RecordedCall, value: SampleUse, dim: int) -> list[SampleUse]:
-        """Returns what samples the results have of an operator that picks elements of dim ``dim`` by their numbers."""
+        """Returns the samples of the results of an operator that picks elements of dim ``dim`` by their numbers."""
         x = call.operands[0].shape
         dim %= max(len(x), 1)
         dims = self._dims(call)
@@ -275,19 +277,22 @@ class _SampleFollower:
         return results
 
     def _chosen(
-        self, call: RecordedCall, value: SampleUse, rows: SampleDim, each: tuple[int, ...],
+        self, call: RecordedCall, value: SampleUse, rows: SampleDim, row_samples: tuple[int, ...],
         dims: tuple[SampleDim | None, ...],
     ) -> SampleUse:  # fmt: skip
-        """Returns a value's samples after an operator took ``each``, and notes a permutation."""
-        samples = frozenset(each) - {NO_SAMPLE}
-        is_permuted = samples == value.samples and len(each) == len(rows.rows) and each != rows.rows
+        """Returns the samples of a result whose rows an operator took from a value, and notes a permutation.
+
+        ``rows`` are those of the value, and ``row_samples`` has the sample of each index of the result.
+        """
+        samples = frozenset(row_samples) - {NO_SAMPLE}
+        is_permuted = samples == value.samples and len(row_samples) == len(rows.rows) and row_samples != rows.rows
         if is_permuted and (rows.inside, rows.outside) == (1, 1):
             self._note(call, call.operands[:1], call.results)
         picked = value.picked if samples == value.samples else call
         return SampleUse(samples, dims, picked)
 
     def _indexed(self, call: RecordedCall, value: SampleUse | None) -> list[SampleUse]:
-        """Returns what samples the result of ``x[index]`` has; what an index picks is known only of a constant."""
+        """Returns the samples of the result of ``x[index]``; only an index that is a constant shows what it picks."""
         out = call.results[0]
         indices = [(dim, index) for dim, index in enumerate(call.args[1]) if index is not None]
         lost = [SampleUse(None, _none(out))]
@@ -317,14 +322,14 @@ class _SampleFollower:
             dims[start + joint - len(chosen.shape) + varying[0]] = _rows_of(row_samples, rows)
         return [self._chosen(call, value, rows, row_samples, tuple(dims))]
 
-    def _combined(self, call: RecordedCall, given: Sequence[SampleUse]) -> list[SampleUse]:
-        """Returns what samples an operator's results have, and notes one that combines picked samples with others.
+    def _combined(self, call: RecordedCall, values: Sequence[SampleUse]) -> list[SampleUse]:
+        """Returns the samples of the results of an operator that itself picks no samples.
 
-        It is for operators that pick no samples themselves.
+        An operator that combines picked samples with others is noted.
         """
         dims = self._dims(call)
-        sample_sets = {value.samples for value in given}
-        picked = next((value.picked for value in given if value.picked is not None), None)
+        sample_sets = {value.samples for value in values}
+        picked = next((value.picked for value in values if value.picked is not None), None)
         samples: frozenset[int] | None = None
         if None not in sample_sets:
             samples = frozenset().union(*(sample_set for sample_set in sample_sets if sample_set is not None))
@@ -337,9 +342,9 @@ class _SampleFollower:
         return [SampleUse(samples, result_dims, picked) for result_dims in dims]
 
     def _put_together(self, call: RecordedCall, dims: tuple[SampleDim | None, ...]) -> tuple[SampleDim | None, ...]:
-        """Returns where a concatenation holds its samples, and notes one in another order than the batch's.
+        """Returns where a concatenation holds its samples, and notes a concatenation in another order than the batch's.
 
-        ``dims`` are returned unchanged unless each operand is made of one sample alone.
+        ``dims`` are returned unchanged unless each operand comes from one sample alone.
         """
         dim = call.argument(1, "dim", 0) % max(len(dims), 1)
         numbers = [self.flow.sample_of(use) for use in call.operands]
@@ -354,10 +359,10 @@ class _SampleFollower:
         return (*dims[:dim], rows, *dims[dim + 1 :])
 
     def _compare(self, call: RecordedCall) -> None:
-        """Notes an operator that combines picked samples with others, unless they are single numbers, as of a sum."""
+        """Notes an operator that combines picked samples with others, unless the operands are single numbers."""
         large = [use for use in call.operands if use in self._values and use.shape]
         if len({self._values[use].samples for use in large}) < 2:
-            return  # numbers, such as the losses of samples, are added up
+            return  # single numbers, such as the losses of samples, may be added up
         for use in large:
             picked = self._values[use].picked
             if picked is not None:
@@ -368,7 +373,7 @@ class _SampleFollower:
         self.flow.combined.append((picked, operands, results))
 
     def _numbers(self, call: RecordedCall, size: int, dim: int) -> list[Sequence[int] | None]:
-        """Returns, for each result of an operator that picks elements of a dim, their numbers, or None if not known."""
+        """Returns, for each result of a picking operator, the numbers of the picked elements, or None if not known."""
         name = call.name.removesuffix("_copy")
         if name == "select":
             return [[call.args[2] % size]]
@@ -389,7 +394,7 @@ class _SampleFollower:
         return numbers
 
     def _dims(self, call: RecordedCall) -> list[tuple[SampleDim | None, ...]]:
-        """Returns, for each result of an operator, which samples its dims hold, by their relation to operands' dims."""
+        """Returns, for each result of an operator, the samples of its dims, by their relation to the operands' dims."""
         relation = relation_of(call)
         of_letters: dict[int, SampleDim] = {}
         for use, dims in zip(call.operands, relation.operands, strict=True):
@@ -425,7 +430,7 @@ class _SampleFollower:
             named = {**named, "device": torch.device("cpu")}
         try:
             result = call.function(*args, **named)
-        except (RuntimeError, TypeError):  # an operator that takes no tensors of the CPU, or none of these
+        except (RuntimeError, TypeError):  # the operator does not run on the CPU, or not on these tensors
             return None
         return result if isinstance(result, Tensor) and len(tree_leaves(result)) == 1 else None
 
@@ -442,7 +447,10 @@ def _indexed_dims(call: RecordedCall) -> Iterator[tuple[TensorUse, TensorUse, in
 
 
 def _places(index: Tensor | None, size: int, dim: int = 0) -> list[int] | None:
-    """Returns the numbers in known indices of a dim of ``size``, the same at all other dims; None for any others."""
+    """Returns the numbers that an index tensor takes from a dim of ``size``.
+
+    The result is None if the index is unknown, or takes other numbers at other places of the remaining dims.
+    """
     if index is None or not _is_within(index, size):
         return None
     rows = index.movedim(dim, 0) if index.dim() > dim else index.reshape(-1)
@@ -451,7 +459,7 @@ def _places(index: Tensor | None, size: int, dim: int = 0) -> list[int] | None:
 
 
 def _is_within(index: Tensor, size: int) -> bool:
-    """Returns whether all numbers name an element of a dim of ``size``, from its start or its end."""
+    """Returns whether all numbers name an element of a dim of ``size``, counted from its start or, below 0, its end."""
     return bool(((index >= -size) & (index < size)).all())
 
 
@@ -459,25 +467,25 @@ def _none(use: TensorUse) -> tuple[SampleDim | None, ...]:
     return tuple(None for _ in use.shape)
 
 
-def _rows_of(each: tuple[int, ...], before: SampleDim) -> SampleDim | None:
-    """Returns which samples a dim holds; ``each`` has the sample of each index. None if there are fewer than two.
+def _rows_of(row_samples: tuple[int, ...], before: SampleDim) -> SampleDim | None:
+    """Returns the :class:`SampleDim` of a dim from the sample of each of its indices; None for fewer than two indices.
 
-    The factors are those of ``before``, the dim from which the indices were taken. For a dim that code has put together
-    ``before`` is empty: then as many indices as follow each other for the first sample are the factor inside.
+    ``before`` is the dim from which the indices were taken; its factor ``inside`` is kept where it fits. For a dim that
+    code has put together, ``before`` is empty: then ``inside`` is the number of indices of the first sample in a row.
     """
-    if len(each) < 2:
+    if len(row_samples) < 2:
         return None
-    inside = before.inside if len(each) % before.inside == 0 else 1
+    inside = before.inside if len(row_samples) % before.inside == 0 else 1
     if not before.rows:
-        same = next((number for number, sample in enumerate(each) if sample != each[0]), len(each))
-        inside = same if len(each) % same == 0 else 1
-    rows = each[::inside]
+        same = next((number for number, sample in enumerate(row_samples) if sample != row_samples[0]), len(row_samples))
+        inside = same if len(row_samples) % same == 0 else 1
+    rows = row_samples[::inside]
     sample_dim = SampleDim(rows, 1, inside)
-    return sample_dim if tuple(sample_dim.each) == each else SampleDim(each)
+    return sample_dim if tuple(sample_dim.each) == row_samples else SampleDim(row_samples)
 
 
 def _give(of_letters: dict[int, SampleDim], letters: DimLetters, rows: SampleDim, dim: Dim) -> None:
-    """Adds to ``of_letters`` what samples the letters (independent indices) of a dim have; ``rows`` are the dim's."""
+    """Adds to ``of_letters`` the samples of each letter (independent index) of a dim; ``rows`` has those of the dim."""
     total = letters.size(dim)
     if total != len(rows.rows) * rows.outside * rows.inside:
         return  # a dim that an operator broadcasts
@@ -501,7 +509,7 @@ def _give(of_letters: dict[int, SampleDim], letters: DimLetters, rows: SampleDim
 
 
 def _taken(of_letters: dict[int, SampleDim], letters: DimLetters, dim: Dim) -> SampleDim | None:
-    """Returns what samples a dim holds according to its letters (independent indices), or None if it holds none."""
+    """Returns the samples of a dim, composed from those of its letters (independent indices); None if it has none."""
     total, slower, sample_dim = letters.size(dim), 1, None
     for piece in dim:
         size = letters.size((piece,))

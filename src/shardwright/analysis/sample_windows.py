@@ -1,6 +1,7 @@
 """Tells which operators compute one sample's values from others, because a dim that they need whole holds the samples.
 
-Such are convolutions, pooling and norms over the samples, attention whose tokens are the samples, and sums of groups.
+Examples are convolutions, pooling and norms along the dim of samples, attention whose tokens are the samples, and sums
+over groups of samples.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves
 _POOLS = frozenset((
     "avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices",
 ))  # fmt: skip
-"""Operators that take windows, whose size argument 1 gives, along the last dims."""
+"""Operators that pool over windows along the last dims; argument 1 is the size of the windows."""
 
 _RESIZES = frozenset((
     "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa",
@@ -24,12 +25,12 @@ _RESIZES = frozenset((
     "replication_pad2d", "replication_pad3d", "upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d",
     "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d",
 ))  # fmt: skip
-"""Operators that compute a dim from all of it, unless they leave its size as it is."""
+"""Operators that mix all elements along a dim if they change its size."""
 
 _NORMS = frozenset(("_fused_rms_norm", "native_group_norm", "native_layer_norm"))
 
 _SCATTERS = frozenset(("index_add", "index_reduce", "scatter_add", "scatter_reduce"))
-"""Operators that add up elements of argument 3 along a dim, argument 1, each where an index says."""
+"""Operators that add the elements of argument 3, along the dim of argument 1, to the places that an index names."""
 
 
 _MATRIX_NAMES = ("linalg_", "_linalg_", "cholesky", "geqrf", "qr", "svd")
@@ -37,15 +38,15 @@ _MATRIX_NAMES = ("linalg_", "_linalg_", "cholesky", "geqrf", "qr", "svd")
 matrix, which is in the last two dims of the first operand."""
 
 _OF_VECTORS = frozenset(("cholesky_solve", "linalg_cross", "linalg_vector_norm"))
-"""Operators with such a name of which the first operand is no matrix that is needed whole."""
+"""Operators with a name like those, but whose first operand is not a matrix that is needed whole."""
 
 
 def needs_other_samples(call: RecordedCall, axes: RunAxes, batch: Collection[DimAxis]) -> bool:
     """Returns whether an operator mixes samples, because a dim along which it mixes elements holds the samples.
 
-    ``batch`` has the indices of the samples (:meth:`RunAxes.of_samples`). Only convolutions, pooling, interpolation,
-    norms, attention and what factors matrices or compares all rows are known here; for any other operator the result is
-    False.
+    ``batch`` has the axes of the samples (:meth:`RunAxes.of_samples`). Known here are only convolutions, pooling,
+    interpolation, norms, attention, matrix factorizations and operators that compare all rows. The result is False for
+    any other operator.
     """
     x = call.operands[0] if call.operands else None
     if x is None or not x.dtype.is_floating_point:
@@ -74,13 +75,13 @@ def needs_other_samples(call: RecordedCall, axes: RunAxes, batch: Collection[Dim
         keys = call.operands[1]
         is_masked = call.argument(3, "attn_mask") is not None
         tokens = set(leaves(axes.of(keys)[-2]))
-        # samples of several tokens each, end to end, may be kept apart by the mask
+        # where each sample is several tokens in a row, the mask may keep the samples apart
         return not tokens.isdisjoint(batch) and (not is_masked or tokens <= {*batch})
     return any(holds(x, dim) for dim in _mixed_dims(call, last))
 
 
 def _mixed_dims(call: RecordedCall, num_dims: int) -> Collection[int]:
-    """Returns the dims of operand 0, of ``num_dims``, from which an operator that has no rule computes each value."""
+    """Returns the dims of operand 0, which has ``num_dims``, whose elements an operator without a dim rule mixes."""
     name = call.name.removesuffix("_")
     if name.startswith(_MATRIX_NAMES) and name not in _OF_VECTORS:
         return range(num_dims)[-2:]
@@ -94,7 +95,7 @@ def _mixed_dims(call: RecordedCall, num_dims: int) -> Collection[int]:
 def adds_up_groups(call: RecordedCall, axes: RunAxes, batch: Collection[DimAxis], count: int) -> bool:
     """Returns whether an operator adds up samples in groups that an index names, such as ``index_add``.
 
-    ``count`` is the number of samples: what is put back into a dim of samples is not added up.
+    ``count`` is the number of samples. An operator that puts its sums back into a dim of samples does not count.
     """
 
     def holds(use: TensorUse, dim: int) -> bool:

@@ -1,7 +1,7 @@
-"""Finds values that cross from one pipeline chunk to another and whose number of rows depends on what they hold.
+"""Finds values that cross from one pipeline chunk to another and whose number of rows depends on data.
 
-Such are the rows that ``x[mask]`` or ``torch.where(mask)`` selects for an expert. The next microbatch has another
-number of them, and a stage that receives them would have made room for as many as before.
+Examples are the rows that ``x[mask]`` or ``torch.where(mask)`` selects for an expert. Their number changes from
+microbatch to microbatch, but a receiving stage would expect the number of the first microbatch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _OF_MASKS = frozenset((
     "any", "all", "getitem", "unsqueeze", "squeeze", "view", "reshape", "flatten", "t", "transpose", "permute",
     "expand", "expand_as", "repeat", "clone", "detach", "cat", "stack",
 ))  # fmt: skip
-"""Functions that give a mask of a mask."""
+"""Functions that return a mask if their first operand is a mask."""
 
 _WRITES = frozenset((
     "index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_", "index_fill", "index_fill_",
     "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "masked_scatter",
     "masked_scatter_", "masked_fill", "masked_fill_",
 ))  # fmt: skip
-"""Functions whose result has the shape of their first operand, whatever is written into it."""
+"""Functions whose result has the shape of their first operand, even if selected rows are written into it."""
 
 
 def crossing_selection(chunked: ChunkedModel) -> str:
@@ -55,7 +55,7 @@ def crossing_selection(chunked: ChunkedModel) -> str:
 
 
 def _selected(nodes: Iterable[fx.Node]) -> set[str]:
-    """Returns the names of the nodes that select by values, and of all that is computed of them."""
+    """Returns the names of the nodes that select by values, and of all nodes that are computed from these."""
     masks, selections = set[fx.Node](), set[fx.Node]()
     for node in nodes:
         name, operands = name_of(node), node.all_input_nodes

@@ -44,7 +44,7 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def is_inside(path: str, module: str) -> bool:
-    """Returns whether the module at ``path`` is the one called ``module``, or inside of it; "" is the whole model.
+    """Returns whether the module at ``path`` is the module at path ``module``, or inside of it; "" is the whole model.
 
     >>> is_inside("layers.1.up", "layers.1"), is_inside("layers.10", "layers.1"), is_inside("head", "")
     (True, False, True)
@@ -65,7 +65,7 @@ def owners(model: nn.Module, *, every_path: bool = False) -> Iterator[tuple[str,
     """Yields every use of a parameter: the module's name, the module, its attribute, and the parameter's full name.
 
     A tied parameter is one parameter with several uses; the first of its names counts as its full name. A module that
-    is registered under several names comes under the first one, or with ``every_path`` under each.
+    is registered under several names is listed under the first name, or with ``every_path`` under each name.
 
     >>> tied = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
     >>> tied[1].weight = tied[0].weight
@@ -168,9 +168,9 @@ def registered_twice(model: nn.Module) -> set[int]:
 
 
 IS_NONE = " is None"
-"""A suffix to an argument's name in ``given`` of :func:`trace`: it is None, so that ``if x is None`` can be traced."""
+"""A suffix to an argument's name in ``given`` of :func:`trace`: the argument is None, for code with ``x is None``."""
 IS_NO_TENSOR = " is no tensor"
-"""A suffix to an argument's name in ``given`` of :func:`trace`: it is no tensor and not None, and of unknown class."""
+"""A suffix to an argument's name in ``given`` of :func:`trace`: neither a tensor nor None, but of unknown class."""
 IS_VALUE = " is always "
 """A suffix to an argument's name in ``given`` of :func:`trace`, before a literal: code may branch on this value."""
 OPEN_ENDED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -179,8 +179,8 @@ OPEN_ENDED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 class LayerChain(NamedTuple):
     """A chain ``Linear -> elementwise operators -> Linear``, whose layers can be column- and then row-parallel.
 
-    ``columns`` names the first layers, of which several may lead to one last layer, and ``row`` names the last layer.
-    ``between`` names the modules between them.
+    ``columns`` names the first layers, and ``row`` the last layer, to which several first layers may lead. ``between``
+    names the modules between them.
     """
 
     columns: tuple[str, ...]
@@ -213,14 +213,16 @@ def trace(
     ``opened``, and with ``deep`` into all modules that are not torch's own, but never into a module with hooks.
     Containers in ``whole`` stay single calls too, unless they are opened.
     ``node.meta["within"]`` lists the followed modules that were running at a call, outermost first.
-    Optional arguments keep their defaults unless ``given`` names them; :data:`IS_NONE`, :data:`IS_NO_TENSOR` or
-    :data:`IS_VALUE` with a literal after a name says what is passed. With ``shows_weights``, a torch function of a
-    parameter or buffer is a node too. Without, code that reads a parameter of a submodule that is a single node cannot
-    be traced if the parameter is that of an ``nn.Linear`` or ``nn.Embedding`` or if ``deep`` is set. An exception that
-    the traced code raises is appended to ``failures``.
+    Optional arguments keep their defaults unless ``given`` names them. A suffix after such a name says what is passed:
+    :data:`IS_NONE`, :data:`IS_NO_TENSOR`, or :data:`IS_VALUE` and a literal.
 
-    torch's own tracer replaces ``nn.Module.__call__`` in the whole process. This one changes only a copy of the module,
-    so other threads can run models meanwhile.
+    With ``shows_weights``, a call of a torch function on a parameter or buffer is a node too. Without it, code that
+    reads a parameter of a submodule that is a single node cannot be traced; unless ``deep`` is set, this concerns only
+    parameters of an ``nn.Linear`` or ``nn.Embedding``. An exception that the traced code raises is appended to
+    ``failures``.
+
+    torch's own tracer replaces ``nn.Module.__call__`` in the whole process. This function changes only a copy of the
+    module, so other threads can run models meanwhile.
 
     Raises: PlanError: the module cannot be copied (:func:`copied`).
 
@@ -255,14 +257,14 @@ def trace(
         ):  # fmt: skip
             output = graph.output(tracer.create_arg(forward(*bound.args, **bound.kwargs)))
         if any(node.op == "call_method" and draws_by_method(str(node.target)) for node in graph.nodes):
-            return None  # a method of what stands for a tensor is no call that RefusesRandomNumbers sees
+            return None  # RefusesRandomNumbers does not see methods of proxies that draw
         if any(child._buffers.get(name) is not buffer for child, kept in buffers for name, buffer in kept.items()):
             return None  # a graph does not replace a module's buffers
         if reads is not None and reads.has_changed():
-            return None  # the next step would read something else
+            return None  # the code changes what it reads, so the next step would read another value
         called = [path for path, _, is_entered in submodules if not is_entered]
         if reads is not None and any(is_inside(path, whole) for path in reads.changed() for whole in called):
-            return None  # the graph has the module's call alone, and not what is set before it
+            return None  # the code sets something in a module before its call, and the graph has the call alone
         output.meta[ATTRIBUTES] = tuple(reads.found) if reads is not None else ()
     except Exception as failure:  # any Python code may run here; a module that cannot be traced stays one call
         if failures is not None:
@@ -284,7 +286,7 @@ def _replace_forwards(
     patched = set[nn.Module]()
     for path, child, is_entered in submodules:
         if child in patched:
-            continue  # a module with several names is traced under its first
+            continue  # a module with several names is traced under the first name
         patched.add(child)
         if is_entered:
             is_loop = shows_weights and type(child) in KNOWN_LOOPS
@@ -296,7 +298,7 @@ def _replace_forwards(
             setattr(child, name, {})
         for layer in child.modules():
             if not shows_weights and (deep or isinstance(layer, nn.Linear | nn.Embedding)):
-                layer._parameters = {}  # code outside that reads a weight fails here: it would not see it sharded
+                layer._parameters = {}  # so that outside code that reads a weight fails: it could not use a sharded one
 
 
 def trace_once(module: nn.Module) -> fx.Graph | None:
@@ -348,7 +350,7 @@ def _submodules(
     opened: Collection[str] = (),
     whole: Collection[str] = (),
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yields each submodule as its path, the module, and whether a trace enters it; none inside modules not entered."""
+    """Yields (path, module, whether a trace enters it) for each submodule, but for those inside modules not entered."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         is_entered = path in opened or (type(child) in CONTAINERS and path not in whole)
@@ -381,7 +383,7 @@ def find_chains(model: nn.Module) -> tuple[LayerChain, ...]:
             chain = _chain_to(node, module, path)
             layers = (*chain.columns, *chain.between, chain.row) if chain is not None else ()
             if not names.issuperset(layers) or any(id(model.get_submodule(layer)) in shared for layer in layers):
-                continue  # a second caller would pass uncut features
+                continue  # a second caller would pass whole features, not shards
             if chain is not None and not taken.intersection((*chain.columns, chain.row)):
                 chains.append(chain)
                 taken.update((*chain.columns, chain.row))
@@ -402,9 +404,9 @@ def module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
 def is_elementwise(node: fx.Node, root: nn.Module) -> bool:
     """Returns whether a node of a trace is known to compute each output element from one element of each input.
 
-    Known are common activations, dropout, products, negation and copies; any other node gives False. So does one with a
-    constant tensor that has dims or is trained, because that would have to be sharded, or its gradient summed.
-    ``root`` is the traced module.
+    Known are common activations, dropout, products, negation and copies; any other node gives False. So does a node
+    with a constant tensor that has dims or is trained, because such a tensor would have to be sharded, or its gradient
+    summed. ``root`` is the traced module.
     """
     tensors = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, Tensor)]
     if any(tensor.dim() or tensor.requires_grad for tensor in tensors):
@@ -441,11 +443,11 @@ def _chain_to(row: fx.Node, root: nn.Module, path: str) -> LayerChain | None:
     if any(calls.count(node.target) > 1 for node in inside if node.op == "call_module"):
         return None
     if any(before in inside for node in columns for before in node.all_input_nodes):
-        return None  # a column-parallel layer needs whole input features, and this one's are another's sharded output
+        return None  # a column-parallel layer needs whole input features, but a layer of the chain makes sharded ones
     widths = {layer.out_features for node in columns if isinstance(layer := module_of(node, root), nn.Linear)}
     if len(widths) > 1:
         return None  # broadcasting between shards would pair the wrong features
-    inputs = {arg for node in columns for arg in node.all_input_nodes[:1]}  # none of a layer that is given a buffer
+    inputs = {arg for node in columns for arg in node.all_input_nodes[:1]}  # a layer called on a buffer has none
     entry = next(node for node in row.graph.nodes if node.op == "placeholder")
     # only then can one all-reduce of the module's input gradient serve all columns
     shared = len(columns) > 1 and inputs == {entry} and set(entry.users) == set(columns) and not has_hooks(root)

@@ -23,7 +23,7 @@ MAKERS = frozenset(("arange", "empty", "eye", "full", "linspace", "ones", "zeros
 NUMBERS = frozenset(("dim", "ndimension", "numel", "nelement"))
 TUPLES = frozenset(("chunk", "split", "tensor_split", "unbind"))
 UNKNOWN = frozenset(("item", "tolist", "topk", "sort", "max", "min", "median", "mode", "kthvalue", "stride", "unique"))
-"""Functions and methods whose results differ in class by their arguments or values."""
+"""Functions and methods whose result's class depends on their arguments or values."""
 TENSORS_OF_TENSORS = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
 NO_TENSOR = "no_tensor"
 """A key of the ``meta`` dict of an fx placeholder node: set if the argument is known to be no tensor."""
@@ -110,7 +110,7 @@ def class_of(node: fx.Node, result_class: ResultClass) -> type | None:
     operands = [class_of(operand, result_class) for operand in node.all_input_nodes]
     if name == "getitem":
         base = node.args[0]
-        of_size = int if isinstance(argument, int) else None  # of a slice the class is unknown
+        of_size = int if isinstance(argument, int) else None  # the class of a slice's result is unknown
         is_tuple = isinstance(base, fx.Node) and base.op != "call_module" and _function_name(base) in TUPLES
         of_tuple = Tensor if is_tuple else None
         return {Tensor: Tensor, torch.Size: of_size, tuple: of_tuple}.get(operands[0] or type(None))
@@ -133,7 +133,7 @@ def class_of_result(module: nn.Module, read: Callable[[nn.Module], fx.Graph | No
     """
     if type(module).__module__.startswith("torch.nn."):
         returns_tuple = isinstance(module, nn.RNNBase | nn.LSTMCell | nn.MultiheadAttention)
-        if returns_tuple or getattr(module, "return_indices", False):  # the second of a max pooling
+        if returns_tuple or getattr(module, "return_indices", False):  # the latter for max pooling
             return tuple
         return None if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss) else Tensor
     graph = read(module)

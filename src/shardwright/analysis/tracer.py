@@ -32,8 +32,8 @@ class _Proxy(fx.Proxy):
 class Tracer(fx.proxy.GraphAppendingTracer):
     """An fx tracer whose nodes say in their ``meta`` whether the call was made under ``no_grad``.
 
-    Raises: RuntimeError: a call under ``torch.autocast``, or inside an autograd function of the user's own: a graph
-        shows neither.
+    Raises: RuntimeError: a call is made under ``torch.autocast``, or inside an autograd function of the user's own; a
+        graph cannot show these.
     """
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -84,7 +84,7 @@ def refusing_own_functions() -> Iterator[None]:
         nonlocal called
         called |= event == "call" and is_autograd_function(frame) and torch.is_grad_enabled()
 
-    sys.setprofile(look)  # of this thread alone
+    sys.setprofile(look)  # for this thread alone
     try:
         yield
     finally:
@@ -100,9 +100,9 @@ ATTRIBUTES = "attributes"
 class AttributeReads:
     """Records which plain attributes of modules a model's code reads, other than those that the code has set itself.
 
-    ``found`` has them as (module path, attribute). Parameters, buffers, submodules, ``training``, ``forward`` and names
-    that begin with an underscore are left out. ``model`` must be a copy made for this, because the classes of its
-    modules are replaced.
+    ``found`` has the reads as (module path, attribute). Parameters, buffers, submodules, ``training``, ``forward`` and
+    names that begin with an underscore are left out. ``model`` must be a copy made for this purpose, because the
+    classes of its modules are replaced.
 
     >>> model = nn.Sequential(nn.Linear(2, 3))
     >>> reads = AttributeReads(model)
@@ -114,7 +114,7 @@ class AttributeReads:
         """Replaces the classes of the modules of ``model``, a copy made for the trace."""
         self.found: dict[tuple[str, str], None] = {}
         self.given: set[str] = set()
-        """The paths of the modules of which code has set an attribute."""
+        """The paths of the modules that had an attribute set by code."""
         self._modules = dict(model.named_modules())
         self._before = {path: dict(vars(module)) for path, module in self._modules.items()}
         self._held_before = {path: self._held(path) for path in self._modules}
@@ -140,7 +140,7 @@ class AttributeReads:
         return type(kind.__name__, (kind,), methods)
 
     def changed(self) -> list[str]:
-        """Returns the paths of modules of which code has set an attribute, or changed a collection that they hold."""
+        """Returns the paths of the modules in which code has set an attribute or changed a collection."""
 
         def is_changed(path: str) -> bool:
             now, before = vars(self._modules[path]), self._before[path]
@@ -152,7 +152,7 @@ class AttributeReads:
         ]  # fmt: skip
 
     def _held(self, path: str) -> dict[str, list[int]]:
-        """Returns the ids of what a module's own dicts, lists and sets hold, by the name of the attribute."""
+        """Returns, by attribute name, the ids of the objects in a module's own dicts, lists and sets."""
         held = {name: value for name, value in vars(self._modules[path]).items() if not name.startswith("_")}
         return {
             name: [*map(id, value.values() if isinstance(value, dict) else value)]
@@ -188,10 +188,10 @@ class WeightReadTracer(TorchFunctionMode):
         named = dict(kwargs or {})
         leaves = tree_flatten((args, named))[0]
         if any(isinstance(leaf, fx.Proxy) for leaf in leaves) or not any(id(leaf) in self._ids for leaf in leaves):
-            return func(*args, **named)  # with a proxy among the arguments, fx makes the node itself
+            return func(*args, **named)  # if an argument is a proxy, fx makes the node itself
         slices = [leaf for leaf in leaves if isinstance(leaf, slice)]  # tree_flatten does not look into slices
         if not any(isinstance(end, fx.Proxy) for span in slices for end in (span.start, span.stop, span.step)):
-            on_meta = func(*tree_map(_to_meta, args), **tree_map(_to_meta, named))  # shows the class of the result
+            on_meta = func(*tree_map(_to_meta, args), **tree_map(_to_meta, named))  # only to see the result's class
             if not any(isinstance(leaf, Tensor) for leaf in tree_flatten(on_meta)[0]):
                 return func(*args, **named)
         return self._tracer.create_proxy("call_function", func, args, named)

@@ -20,11 +20,11 @@ _rule = partial(rule, VIEW_RULES)
 def _group(a: DimLetters, before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims]:
     """Returns the dims of a reshape's input and output as common letters (independent indices), from the last dim on.
 
-    Factors of which neither divides the other are needed whole.
+    Where neither of two factors divides the other, both are needed whole.
     """
     left: list[list[int | Concat]] = [[] for _ in before]
     right: list[list[int | Concat]] = [[] for _ in after]
-    rest = [(d, size) for d, size in enumerate(before) if size > 1]  # what is left of each dim, the fastest last
+    rest = [(d, size) for d, size in enumerate(before) if size > 1]  # the remaining size of each dim, the fastest last
     other = [(d, size) for d, size in enumerate(after) if size > 1]
     while rest and other:
         (i, x), (j, y) = rest.pop(), other.pop()
@@ -36,7 +36,7 @@ def _group(a: DimLetters, before: Sequence[int], after: Sequence[int]) -> tuple[
             rest += [(i, x // size)] * (x > size)
             other += [(j, y // size)] * (y > size)
             continue
-        # the factors overlap: both groups are needed whole, to where they end together
+        # the factors overlap: the dims of both groups, up to the place where both groups end, are needed whole
         ones, others = [(i, x)], [(j, y)]
         while (p := prod(size for _, size in ones)) != (q := prod(size for _, size in others)):
             (ones if p < q else others).append((rest if p < q else other).pop())
@@ -50,7 +50,7 @@ def _group(a: DimLetters, before: Sequence[int], after: Sequence[int]) -> tuple[
 def _view(call: RecordedCall, a: DimLetters) -> Any:
     x, y = call.operands[0], call.results[0]
     if 0 in x.shape and prod(filter(None, x.shape)) != prod(filter(None, y.shape)):
-        return all_whole(call, a)  # of a batch without samples, whose dims do not show what became of which
+        return all_whole(call, a)  # an empty batch: sizes of 0 do not show which dims correspond
     before, after = _group(a, x.shape, y.shape)
     return [before], [after]
 
@@ -87,7 +87,7 @@ def _repeat(call: RecordedCall, a: DimLetters) -> Any:
     own = a.of(x)
     padded = (*(() for _ in range(len(y) - len(x))), *own)
     shape = (*(1 for _ in range(len(y) - len(x))), *x)
-    times = (n // m if m else 1 for n, m in zip(y, shape, strict=True))  # of no samples, any number of times is none
+    times = (n // m if m else 1 for n, m in zip(y, shape, strict=True))  # a dim of size 0 may count as repeated once
     return [own], [tuple((*a.new(n), *dim) for n, dim in zip(times, padded, strict=True))]
 
 
@@ -144,7 +144,7 @@ def _split(call: RecordedCall, a: DimLetters) -> Any:
 
 
 def _joined(a: DimLetters, pieces: Sequence[Dim]) -> Dim:
-    """Returns a dim of pieces put end to end; if each has one element, a new letter (an index) that is needed whole."""
+    """Returns a dim of pieces put end to end; if each has one element, it is a new letter (index), needed whole."""
     if len(pieces) > 1 and all(a.size(piece) == 1 for piece in pieces):
         return a.new(len(pieces), Role.WHOLE)
     return pieces[0] if len(pieces) == 1 else (Concat(tuple(pieces)),)
@@ -157,7 +157,7 @@ def _cat(call: RecordedCall, a: DimLetters) -> Any:
     rest = a.of([1 if d == dim else n for d, n in enumerate(y)])
     operands: list[Dims] = []
     for v in call.operands:
-        if len(v.shape) != len(y):  # an old rule: an empty 1-D tensor joins anything
+        if len(v.shape) != len(y):  # torch lets an empty 1-D tensor be concatenated with tensors of any shape
             operands.append(a.of(v.shape))
         else:
             operands.append((*rest[:dim], a.piece(v.shape[dim]), *rest[dim + 1 :]))

@@ -1,4 +1,4 @@
-"""Finds which modules' code reads each parameter in a recorded forward, and what others read than its own module."""
+"""Finds which modules' code reads each parameter in a recorded forward, and which parameters other modules read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardwright.analysis.structure import owners
 def readers_of(recording: Recording) -> defaultdict[str, set[str]]:
     """Returns, for each parameter that a recorded forward uses, the names of the modules whose code uses it.
 
-    Code that asks for the shape of a parameter, or replaces its tensor, uses it too, and the loss, named "", those that
-    the model returns.
+    Code that reads the shape of a parameter, or replaces its tensor, uses the parameter too. Parameters that the model
+    returns are used by the loss, whose name is "".
     """
     readers = defaultdict(set, {name: set(modules) for name, modules in recording.measured.items()})
     for use in recording.outputs:
@@ -30,11 +30,11 @@ def readers_of(recording: Recording) -> defaultdict[str, set[str]]:
 
 
 def read_by_others(model: nn.Module, recording: Recording) -> set[str]:
-    """Returns the names of the parameters that the code of another module than their own uses.
+    """Returns the names of the parameters that are used by code of another module than their own.
 
-    A model that adds the norms of all its weights to its output, for example, uses those of its layers. An
-    ``nn.MultiheadAttention`` computes its output projection itself, with the parameters of a layer that it never calls;
-    these are not returned.
+    For example, a model that adds the norms of all weights to its output uses the weights of its layers. Not returned
+    are the parameters of the output projection of an ``nn.MultiheadAttention``, which uses them without calling that
+    layer.
 
     >>> import torch
     >>> from shardwright.analysis.record_forward import record_forward

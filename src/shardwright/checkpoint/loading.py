@@ -55,9 +55,9 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
     Every rank calls it. ``path`` is a checkpoint, or a folder of which the newest checkpoint is taken. Beside tensors,
     the run's step number, seed and loss scale and the options of the optimizer's param groups are set. Each rank reads
     and verifies only the files that hold parts of its shards. Everything is read before anything is changed: a load
-    that fails leaves run and optimizer unchanged. A checkpoint with averages (of ``run.average``), loaded into a run
-    without, gives a warning, and the reverse one too. The call waits for saves that are under way, and all ranks read
-    the step that rank 0 finds.
+    that fails leaves run and optimizer unchanged. There is a warning if only one of the checkpoint and the run has
+    averages (of ``run.average``). The call waits for saves that are under way, and all ranks read the step that rank 0
+    finds.
 
     Traffic: all-gathers of short texts.
     Raises: CheckpointError, on every rank: the checkpoint is missing, broken, of another format or of another model,
@@ -82,10 +82,10 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
             optimizer.state.pop(parameter, None)
         state: dict[Any, Any] = optimizer.state
         for key in [key for key in state if isinstance(key, str)]:
-            del state[key]  # as torch's load_state_dict does
+            del state[key]  # torch's load_state_dict drops such entries too
         state.update(contents.states)
         for group, options in zip(optimizer.param_groups, contents.options, strict=True):
-            group.update(options)  # others stay: a schedule that was made before the load keeps its own there
+            group.update(options)  # unsaved options stay, such as those of a schedule that was made before the load
     if run.loss_scale is not None:
         for key, (_, value) in manifest.scalars.get(LOSS_SCALE, {}).items():
             setattr(run.loss_scale, key, value)
@@ -111,7 +111,7 @@ def _read(
         if any(stored.box.intersect(piece.whole) for piece in layout.pieces(run.coord)) or not layout.shape
     }
     check_files(folder, manifest, needed)
-    # offloaded state has one place, whose values are still in use
+    # new state tensors are filled in place; but offloaded state has a single place, whose values are still in use
     fresh = {t for state in states.values() for t in state.values()} if run.offload is None else set[Tensor]()
     disk = run.offload.storage if run.offload is not None and run.offload.place == "disk" else None
     room = None if disk is None else OffloadStorage("disk", run.axes["world"], disk.folder)
@@ -164,8 +164,8 @@ def read_pieces(folder: Path, manifest: Manifest, name: str, pieces: tuple[Piece
     """
     dtype, _, stored = manifest.tensors[name]
     sources = {i: (Piece(s.box, (0,) * len(s.box.start)),) for i, s in enumerate(stored)}
-    here = len(stored)  # the number that stands for this rank in the plan, after those of the files' entries
-    files: dict[str, Any] = {}  # each is opened once: its header lists all pieces that it has
+    here = len(stored)  # this rank's number in the plan of the transfer, after the numbers of the stored boxes
+    files: dict[str, Any] = {}  # each file is opened once, since its header lists all of its pieces
     with ExitStack() as stack:
         for message in plan_transfer(sources, {here: pieces}).messages_to(here):
             origin = stored[message.source]
@@ -266,7 +266,7 @@ def _fill_optimizer(
                 on_device = group.get("fused") or group.get("capturable")  # then torch keeps step counts there
                 device = parameter.device if on_device else torch.device("cpu")
                 state[key] = _entry(kind, value, device)
-                # a parameter without dims may be stored in a slice, and its state then too
+                # a parameter without dims, and with it its state, may be stored in a flat slice
                 if kind and key in elementwise and not run.plan.compute[name].shape and isinstance(value, int | float):
                     state[key] = _new_state(run, parameter, key, state[key].dtype)
                     values.append((state[key], torch.full_like(state[key], value)))
@@ -296,8 +296,8 @@ def _like(
 ) -> Any:
     """Returns a saved option with tensors, tuples, sets and dtypes in place of what JSON has for them.
 
-    Where the present option is a tensor, a number becomes one too. Where the present one is neither a list, tuple nor
-    set, a list becomes a ``kind``. Tensors that the present option lacks lie on ``device``.
+    If the present option is a tensor, a number becomes one too. A list becomes a list, tuple or set as the present
+    option is, or a ``kind`` if that is none of these. Tensors that the present option lacks lie on ``device``.
     """
     if isinstance(saved, dict) and saved.keys() == {TENSOR, VALUES}:
         place = present.device if isinstance(present, Tensor) else device

@@ -33,7 +33,7 @@ def one_save(folder: Path, most_s: float | None = None) -> Iterator[None]:
     path, until_s = folder / SAVING, time.monotonic() + most_s
     while True:
         with path.open("a") as file:  # "w" would empty a file that a link of this name points to
-            # the save before removes the file at its end: a lock of a file that is gone is none
+            # an earlier save removes the file at its end, and a lock on a removed file keeps no other save out
             if lock(file) and is_same(file, path):
                 try:
                     yield

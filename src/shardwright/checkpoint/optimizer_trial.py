@@ -31,7 +31,7 @@ def check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], op
     if kind is torch.optim.Optimizer:
         return
     failure = _refusal(kind, {**group, **options})
-    if failure is not None and _refusal(kind, group) is None:  # else it refuses what the user has set
+    if failure is not None and _refusal(kind, group) is None:  # the constructor takes the user's present options
         raise ValueError(f"{kind.__name__} refuses the options of a param group: {failure}") from failure
 
 
@@ -69,13 +69,13 @@ def check_steps(
     kinds: dict[str, tuple[str, nn.Parameter, dict[str, Any]]] = {}
     for name, (parameter, state) in held.items():
         if any(isinstance(v, Tensor) and v.numel() > 1 and not is_elementwise(v, parameter) for v in state.values()):
-            continue  # as of Adafactor, which keeps sums of rows and columns: no state of one element is like it
+            continue  # such as Adafactor's sums of rows and columns, to which no state of one element compares
         small = {key: _small(value, parameter) for key, value in sorted(state.items())}
         kinds.setdefault(f"{parameter.dim()} {parameter.dtype} {small}", (name, parameter, small))
     for name, parameter, small in kinds.values():
         failure = _failure(optimizer, {**group, **options}, parameter, small)
         if isinstance(failure, AttributeError) and isinstance(failure.obj, type(optimizer)):
-            continue  # the trial has no attributes of the optimizer's own, such as a step with state may read
+            continue  # the trial lacks attributes that the optimizer has set itself and its step reads: no proof
         if failure is not None and _failure(optimizer, group, parameter, {}) is None:
             why = f"the state of '{name}': {type(failure).__name__}: {failure}"
             raise ValueError(f"{type(optimizer).__name__} cannot step with {why}") from failure
@@ -84,7 +84,7 @@ def check_steps(
 def is_elementwise(value: Any, parameter: Tensor) -> bool:
     """Returns whether an entry of an optimizer's state has an element for each of its parameter's, as Adam's moments.
 
-    The shapes tell: they are equal, and have a dim or more. A step count has none.
+    That is so if both have the same shape, of one or more dims; a step count has no dims.
     """
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
@@ -92,8 +92,8 @@ def is_elementwise(value: Any, parameter: Tensor) -> bool:
 def keys_without_elements(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> frozenset[str]:
     """Returns the keys of tensors in an optimizer's state that are not elementwise, such as step counts.
 
-    A new optimizer of the class steps a parameter of two elements with the options of ``group``: of one element, a
-    count in ``torch.zeros(1)`` has the shape of the parameter. The result is empty if it cannot step that.
+    To find them, a new optimizer of the class steps a parameter of two elements with the options of ``group``. With one
+    element, a count in ``torch.zeros(1)`` would have the parameter's shape. The result is empty if the step fails.
 
     >>> adam = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
     >>> keys_without_elements(adam, adam.param_groups[0])
@@ -146,14 +146,14 @@ def _stepped(
     """Returns a new optimizer of the same class that has stepped the parameter ``own``, and the error, if any."""
     own.grad, trial = torch.zeros_like(own), None
     try:
-        trial = type(optimizer).__new__(type(optimizer))  # as unpickling makes one: without hooks and later methods
+        trial = type(optimizer).__new__(type(optimizer))  # as in unpickling: no hooks, no methods that were set later
         group = copy.deepcopy({key: value for key, value in options.items() if key != "params"})
         trial.__setstate__(
             {"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": [{**group, "params": [own]}]}
         )
-        if state:  # now, because __setstate__ mends some of what load would not
+        if state:  # set after __setstate__, which would mend entries that a load leaves as they are
             trial.state[own] = dict(state)
-        step_without_hooks(trial)  # hooks of all optimizers are the user's
+        step_without_hooks(trial)  # hooks that are registered for all optimizers are the user's
     except Exception as failure:  # any optimizer's code runs here
         return trial, failure
     return trial, None

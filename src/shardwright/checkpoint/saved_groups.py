@@ -1,4 +1,4 @@
-"""Finds the saved options of an optimizer's param groups, and refuses groups that divide the parameters otherwise."""
+"""Finds the saved options of an optimizer's param groups; refuses groups that divide the parameters differently."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def saved_options(run: Run, optimizer: torch.optim.Optimizer, manifest: Manifest
     Parameters that were frozen get the options of the others of their group. Parameters of saved groups that are frozen
     here are left out.
 
-    Raises: CheckpointError: a group has parameters that were saved with different options, or that no group had and
-        were not frozen; parameters that were saved in one group are in groups of different options; or a parameter of a
-        saved group is trained here, and in none.
+    Raises: CheckpointError: a group has parameters that were saved with different options, or a parameter that was in
+        no saved group though it was not frozen; parameters that were saved in one group are in groups of different
+        options; or a parameter of a saved group is trained here, but is in no group.
     """
     held, saved = optimizer_groups(run, optimizer), manifest.groups
     place_of = {name: place for place, group in enumerate(saved) for name in group["parameters"]}

@@ -34,7 +34,7 @@ LOSS_SCALE = "(loss scale)"
 """The key of the fp16 loss scale among a manifest's scalars; no parameter can have this name."""
 
 OPTIMIZER_STATE = "(optimizer)"
-"""The key among a manifest's scalars of what the optimizer's state has under text, and not for a parameter."""
+"""The key, among a manifest's scalars, of entries of the optimizer's state that belong to a name and no parameter."""
 
 _RATES = ("lr", "initial_lr")
 """The options of a param group that are saved as numbers, also where the optimizer has tensors there."""
@@ -103,14 +103,15 @@ def save(
     write, merge, snapshot = _contents(run, optimizer, owners, extra)
     everyone = run.axes["world"].for_strategy("checkpoint")
     write_checkpoint(run.world, everyone, final, token, write, merge, keep=keep, snapshot=None if wait else snapshot)
-    if run.world.rank == 0:  # after what all ranks take part in: a warning may be an error, of this rank alone
+    if run.world.rank == 0:  # after the collectives: a filter may turn the warning into an error of this rank alone
         warn_of_extra_state(run.model)
         if optimizer is not None:
             _warn_of_others(run, optimizer)
-        if keep != 1:  # which removes all others
+        if keep != 1:  # keep=1 removes all other checkpoints
             _warn_of_later(Path(folder), run.num_steps)
     if not any(index for axis, index in run.coord.items() if axis not in mesh_axes("stages")):
-        run.loss_buffers.warn_if_changed(kept=extra, stacklevel=2)  # of stages, those that call the loss
+        # the first rank of each stage: only on stages that call the loss can its buffers have changed
+        run.loss_buffers.warn_if_changed(kept=extra, stacklevel=2)
     return final
 
 
@@ -174,10 +175,10 @@ def save_alone(
     that is to write calls ``settle`` before; ``keep``, if not 0, is how many checkpoints stay in the folder.
     ``most_s`` is the most seconds to wait for the parts of other ranks.
 
-    Returns text that says what was saved, or why nothing was, on one of the ranks that came; "" on the others, and if
-    there is nothing to say: no step is complete, the state is wrong, or the step has a checkpoint already. An error
-    while saving is such a text, and is not raised. The second value is whether this rank has completed a checkpoint,
-    which is then that of ``state``'s step.
+    Returns, on one of the ranks that came, text that says what was saved, or why nothing was. The text is "" on the
+    others, and if there is nothing to say: no step is complete, the state is wrong, or the step has a checkpoint
+    already. An error while saving is not raised, but becomes this text. The second value is whether this rank has
+    completed a checkpoint, which is then that of ``state``'s step.
     """
     meeting = Meeting(folder / f".tmp-failed-{survivors.token}", survivors)
     step, decision = state.step, None
@@ -327,7 +328,10 @@ def _state(run: Run, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[
 
 
 def _keys_without_elements(optimizer: torch.optim.Optimizer | None, parameter: Tensor) -> frozenset[str]:
-    """Returns the keys of state that is not elementwise, of a parameter of one element, of which shapes do not tell."""
+    """Returns the keys of state that is not elementwise, for a parameter of one element; empty for any other.
+
+    Only for a parameter of one element do shapes not show which state is elementwise.
+    """
     if optimizer is None or parameter.shape != (1,) or not optimizer.state.get(parameter):
         return frozenset()
     group = next(group for group in optimizer.param_groups if any(member is parameter for member in group["params"]))
@@ -370,7 +374,7 @@ def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dic
     scalars: dict[str, dict[str, Any]] = {}
     for name, parameter in run.parameters.items():
         if not parameter.numel() and 0 not in run.plan.state[name].optimizer.shape:
-            continue  # an empty gradient comes whether or not a backward reached the elements, so steps count wrongly
+            continue  # an empty gradient comes even if no backward reached the elements, so the step count may be wrong
         whole = _keys_without_elements(optimizer, parameter)
         for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
             if value is not None and (key in whole or not is_elementwise(value, parameter)):
@@ -389,7 +393,7 @@ def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dic
 
 
 def _as_scalar(what: str, value: Any) -> list[Any]:
-    """Returns an entry of an optimizer's state as a manifest has it: its dtype, "" of no tensor, and its value."""
+    """Returns an entry of an optimizer's state as a manifest has it: its dtype ("" without one), and its value."""
     if isinstance(value, Tensor) and not value.is_complex():
         return [str(value.dtype).removeprefix("torch."), value.tolist()]
     return ["", _as_json(what, value, nan=True)]
@@ -451,8 +455,8 @@ def group_parameters(run: Run, group: Mapping[str, Any]) -> dict[str, nn.Paramet
 def optimizer_groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], ...]:
     """Returns the optimizer's param groups as a manifest has them: the names of this rank's parameters, the options.
 
-    Functions and devices among the options are left out: a run that loads the checkpoint keeps those that its optimizer
-    was made with.
+    Functions and devices among the options are left out: a run that loads the checkpoint keeps those of its own
+    optimizer.
     """
     if optimizer is None:
         return ()

@@ -97,7 +97,7 @@ class Survivors:
         self.trained = sorted({name for _, names, *_ in gathered for name in names})
         self.buffers = [names for _, _, names, _ in gathered]
         self.token: str = gathered[0][3]
-        # what an accelerator computes may wait for a rank that is gone, and copies from it with it
+        # work queued on an accelerator may wait for a rank that is gone, and then copies from it would wait too
         self.needs_all = run.world.device.type not in ("cpu", "meta")
 
     def writers(self, ranks: Collection[int]) -> dict[str, int]:

@@ -83,7 +83,7 @@ def _owned(tensors: Mapping[str, GlobalTensor], file: str) -> tuple[Entries, dic
         tensor_layout, rank, shape = global_layout_of(tensor), current_world().rank, tuple(tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")
         layout = tensor_layout._replace(sbp=without_sums(tensor_layout.sbp))
-        local = redistributed_local(tensor, layout)  # a message of every rank: also where this rank writes nothing
+        local = redistributed_local(tensor, layout)  # sends messages, so every rank calls it, even if it writes nothing
         if 0 in shape and rank == layout.placement.ranks[0]:  # the manifest lists it, though no file has elements of it
             entries[name] = (dtype, shape, [])
         box_of = boxes(shape, layout)
@@ -159,6 +159,7 @@ def _part(folder: Path, manifest: Manifest, name: str, tensor: GlobalTensor) -> 
     if box is None or 0 in box.shape:
         return None
     values = torch.zeros(local.shape, dtype=local.dtype)
-    if not terms(layout)[current_world().rank]:  # else the first term of a partial sum gets all of the value
+    # of a partial sum, the first term gets all of the value, and the other terms are zeros
+    if not terms(layout)[current_world().rank]:
         read_pieces(folder, manifest, name, (whole_piece(box),), values)
     return values

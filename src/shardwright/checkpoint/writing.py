@@ -7,7 +7,7 @@ and rank 0's thread waits for the notes of all::
     rank 0   copy | steps ...    its thread: files, note | notes of all: manifest, rename, remove older ones
     rank 1   copy | steps ...    its thread: files, note
 
-A rank that cannot write removes the folder of notes, which ends the others' threads too.
+A rank that cannot write removes the folder of notes, which ends the threads of the other ranks too.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _leave_note(partial: Path, rank: int, write: Callable[[Path], Any]) -> None:
             raise OSError(errno.ENOENT, _GONE) from failure
     except BaseException:  # a stop signal too leaves no note
         aside = partial / f".{NOTES}-{rank}"
-        with suppress(OSError):  # in one move: another rank's note could come while they are removed one by one
+        with suppress(OSError):  # renamed first: while notes are removed one by one, another rank's could come
             notes.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -155,7 +155,7 @@ def write_alone(
             with one_save(final.parent, most_s):
                 clear(final.parent, token)
                 manifest = merge(_notes(partial, decision.ranks))
-                Manifest.from_json(manifest.to_json(), final)  # of each tensor, all elements are there
+                Manifest.from_json(manifest.to_json(), final)  # raises unless all elements of each tensor are there
                 _complete(partial, final, manifest, token, keep)
     except BaseException:  # a stop signal too
         shutil.rmtree(partial, ignore_errors=True)
@@ -253,7 +253,8 @@ def run_on_all(everyone: Axis, do: Callable[[], Any] | None, final: Path, partia
     if failed:
         if everyone.index == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        rank, text, on_disk = min(failed, key=lambda report: _GONE in report[1])  # it removes the others' folder
+        # prefers a rank's own error: after one, that rank removes the folder, which fails the others with _GONE
+        rank, text, on_disk = min(failed, key=lambda report: _GONE in report[1])
         allowed, fix = (
             "host memory for a copy of a rank's part of the state",
             "save with wait=True: it copies less at once",

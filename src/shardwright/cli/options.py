@@ -88,7 +88,7 @@ def _name_all(failure: Any, words: list[str]) -> None:
         try:
             context.command.make_parser(context).parse_args([*words])
             break
-        except Exception as another:  # or one of the words that are left, such as a value that is missing
+        except Exception as another:  # the next unknown option, or another error, such as a missing value
             if not _is_unknown_option(another):
                 break
             errors.append(another)
@@ -196,8 +196,8 @@ def given(**options: Any) -> dict[str, Any]:
 def with_shared(*names: str, **others: Any) -> Callable[[F], F]:
     """Returns a decorator that adds the shared options ``names`` to a command.
 
-    ``others`` has, by name, the annotations of shared options that mean something else in this command. The command
-    gets the shared options that were given on the command line as a dict, in its first argument.
+    ``others`` has, by name, the annotations of shared options that mean something else in this command. The decorated
+    command gets a dict of the shared options that were given on the command line as its first argument.
     """
 
     def decorate(command: F) -> F:
@@ -224,14 +224,14 @@ def with_shared(*names: str, **others: Any) -> Callable[[F], F]:
 def emit(value: Mapping[str, Any], text: str, *, as_json: bool) -> None:
     """Prints a command's result on standard output: ``value`` as one JSON object with ``as_json``, else ``text``.
 
-    If the reader of standard output has gone, as ``| head -1`` goes after a line, the rest is dropped: the command has
-    done its work, and its exit code tells the outcome of it. Raises: OSError: standard output is on a full disk.
+    If the reader of standard output has gone, as ``| head -1`` does after a line, the rest is dropped: the command has
+    done its work, and its exit code tells the outcome. Raises: OSError: standard output is on a full disk.
     """
     try:
         # flushed, since at Python's end a failure to write could no longer be told
         print(json_text(value) if as_json else printable(text), flush=True)  # noqa: T201  # the command's result
     except OSError as failure:
-        with open(os.devnull, "w") as nowhere:  # what is still buffered would raise again at Python's end
+        with open(os.devnull, "w") as nowhere:  # text that is still buffered would raise the error again at exit
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         if not isinstance(failure, BrokenPipeError):
             raise

@@ -152,7 +152,7 @@ def plan(
         text, row = _explained(line, first, price, compared)
         texts.append(f"the layout in {shared.get('config')}: " * (line in in_file) + text)
         entries.setdefault("explained", []).append(row)
-    emit(entries, "\n\n".join(texts), as_json=as_json)  # before files, of which the writing may fail
+    emit(entries, "\n\n".join(texts), as_json=as_json)  # before files are written, which may fail
     _draw(first, compared, png, html, title=f"Plan for {config.model}")
     if not any(plans.fits(plans.best) for plans in outcome.plans):
         raise typer.Exit(opt.BAD_INPUT)
@@ -300,7 +300,7 @@ def _draw(
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Puts the path into an error of the file system that names none, as that of a full disk."""
+    """Returns a context that adds the path to an OSError of its block that names no file, as that of a full disk."""
     try:
         yield
     except OSError as failure:
@@ -324,7 +324,7 @@ def _explained(
 def _check_beside(
     varies: bool, numbers: Sequence[int], *, replays: bool, anchors: bool, draws: bool, layouts: bool
 ) -> None:  # fmt: skip
-    """Raises PlanError for options that do not go with several batch sizes (``varies``) or ``numbers`` of ranks."""
+    """Raises PlanError for options that do not fit several batch sizes (``varies``) or several ``numbers`` of ranks."""
     for is_given, what, option in (
         (replays, "a run has one batch", "--replay"),
         (bool(numbers), "one of the two varies", "--ranks"),

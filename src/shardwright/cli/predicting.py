@@ -35,10 +35,10 @@ def _trained(run: Path, shared: opt.Shared) -> tuple[TrainConfig, Layout]:
     return TrainConfig(**options), layout
 
 
-def _split_of(given: str) -> Literal["train", "eval"]:
-    if given in ("train", "eval"):
-        return cast('Literal["train", "eval"]', given)
-    raise PlanError("no such split", given=given, allowed="train, eval", fix="--split eval")
+def _split_of(name: str) -> Literal["train", "eval"]:
+    if name in ("train", "eval"):
+        return cast('Literal["train", "eval"]', name)
+    raise PlanError("no such split", given=name, allowed="train, eval", fix="--split eval")
 
 
 @report_errors

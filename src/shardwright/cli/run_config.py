@@ -41,7 +41,7 @@ def config_of(
 ) -> TrainConfig:
     """Returns the config of a run from, in rising precedence: the defaults, ``base``, the TOML file, the flags.
 
-    ``shared`` and ``flags`` are the options of the command line, of which None counts as not given. The pairs of
+    ``shared`` and ``flags`` are the options of the command line; one that is None counts as not given. The pairs of
     ``--set`` and ``--role`` are added to those of the other sources. The options of the run in the folder ``resumed``
     replace ``base``. With ``fits``, the folder of a run, the layout may be ``auto-fit``, which is replaced by a layout
     for the ranks available; rank 0 prints the layout if it has changed.

@@ -77,8 +77,8 @@ def export(
 def _model_of(path: Path, model: str | None) -> nn.Module | None:
     """Returns the plain model of the run at ``path``, or of the user's factory ``model`` if given, without values.
 
-    Without ``model``, the run's model is returned if it is a built-in one, else None: a folder alone runs no code. The
-    model has what is not in a checkpoint, such as ties.
+    Without ``model``, the run's model is returned if it is a built-in one, else None: a folder alone runs no code. From
+    the model comes what a checkpoint does not have, such as ties.
 
     Raises: CheckpointError, PlanError: there is no such factory, it fails, or the run has another model.
     """

@@ -18,12 +18,12 @@ class ClusterJob:
     """A training run to start on a cluster: its layout, nodes and folder, and options of ``shardwright train``.
 
     ``out`` is the folder of the run, which all nodes share, and ``options`` are arguments to append to the ``train``
-    command. ``time_s`` is the time limit in seconds, which only Slurm uses. ``save_s`` is how many seconds the ranks
-    have to save before they are ended. ``restarts`` is how often they are started again within the job after a failure;
-    the run then continues from its newest checkpoint. ``cpus`` and ``gpus`` are the numbers for each rank, which uses
-    one GPU or none.
+    command. ``time_s`` is the time limit in seconds, which only Slurm uses. ``save_s`` is the number of seconds that
+    the ranks have to save before they are ended. ``restarts`` is how often the ranks are started again within the job
+    after a failure; the run then continues from its newest checkpoint. ``cpus`` and ``gpus`` are numbers for each rank,
+    which uses one GPU or none.
 
-    Raises: PlanError: ``name`` is not one that every cluster takes, or a number is out of range.
+    Raises: PlanError: ``name`` is not a name that every cluster accepts, or a number is out of range.
     """
 
     layout: str
@@ -96,7 +96,7 @@ def seconds_of(text: str) -> int:
 
     After days come hours, then minutes and seconds: ``d-h``, ``d-h:m`` or ``d-h:m:s``.
 
-    Raises: PlanError: the text is no such time.
+    Raises: PlanError: the text is not in one of these notations.
 
     >>> seconds_of("1:30:00"), seconds_of("1-5:30"), seconds_of("45")
     (5400, 106200, 2700)

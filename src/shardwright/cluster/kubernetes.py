@@ -63,7 +63,7 @@ def _pod(
     limits = {"cpu": str(num * job.cpus), **({"nvidia.com/gpu": str(num * job.gpus)} if job.gpus else {})}
     mounts: list[dict[str, Any]] = [{"name": "runs", "mountPath": mount}]
     volumes: list[dict[str, Any]] = [{"name": "runs", "persistentVolumeClaim": {"claimName": claim}}]
-    if job.gpus:  # NCCL keeps shared memory there, which between the GPUs of a node is more than the 64 MiB of a pod
+    if job.gpus:  # NCCL needs more shared memory between the GPUs of a node than the 64 MiB that a pod has
         mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})
         volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
     container = {

@@ -1,4 +1,4 @@
-"""``NodeWait``: which nodes of a torchrun job have come to the place where they meet, said while others are missing."""
+"""``NodeWait``: says which nodes of a torchrun job have come to their meeting place while others are missing."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ SAY_AFTER_S = 30.0
 """Seconds after which a node says for the first time who has come; each time after takes twice as long."""
 
 LOOK_EVERY_S = 0.5
-"""Seconds between two reads of the store, in which each node is listed that has come."""
+"""Seconds between two reads of the store, which lists the nodes that have come."""
 
 CONNECT_S = 2.0
-"""Seconds that a try to connect may take, and one answer of the store."""
+"""The most seconds for an attempt to connect to the store, and for an answer of the store."""
 
 
 class NodeWait:
     """The nodes that have come to torchrun's store at ``host`` and ``port``, of the ``num_nodes`` that it waits for.
 
-    ``rank`` is the number of this node, or None if torchrun gives the numbers once all have come; ``address`` is how
-    the others reach it, by default its host name, and ``run_id`` that of torchrun. As a context manager it runs a
-    thread that writes down this node in the store, and says (``say``, by default on standard error), after
-    ``say_after_s`` and then each time after twice as long, who has come. It sends a few bytes, and ends by itself when
-    all have come or this node's ranks have been started. While the store does not answer, the thread says that instead.
+    ``rank`` is the number of this node, or None if torchrun gives out the numbers once all nodes have come. ``address``
+    is the address at which other nodes reach this node, by default its host name, and ``run_id`` is torchrun's option.
+
+    As a context manager, the object runs a thread that lists this node in the store. After ``say_after_s``, and then
+    each time after twice as long, the thread says which nodes have come (``say``, by default on standard error), or
+    that the store has not answered yet. It sends a few bytes, and ends by itself when all nodes have come or this
+    node's ranks have been started.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class NodeWait:
         self.num_nodes, self.has_number = num_nodes, rank is not None
         address = address or socket.gethostname()
         self._where, self._name = (host, port), address if rank is None else f"{rank} ({address})"
-        self._mark = f"{address}/{os.getpid()}" if rank is None else str(rank)  # the same if this node comes again
+        self._mark = f"{address}/{os.getpid()}" if rank is None else str(rank)  # stays the same if the node comes again
         self._key = f"shardwright/nodes/{run_id}"
         self._say_after_s, self._say = say_after_s, say or (lambda text: sys.stderr.write(text))
         self._names: dict[str, str] = {}  # by mark
@@ -55,7 +57,7 @@ class NodeWait:
 
     @property
     def is_started(self) -> bool:
-        """Whether this process has started ranks, which it does when torchrun waits no more."""
+        """Whether this process has started ranks, which happens once torchrun no longer waits."""
         return _num_children() > self._children
 
     @property
@@ -87,16 +89,16 @@ class NodeWait:
             try:
                 store = store or self._came()
                 self._names = self._read(store)
-            except (DistError, RuntimeError, OSError):  # the store is not there yet, or has gone
+            except (DistError, RuntimeError, OSError):  # the store does not exist yet, or not any more
                 store = None
             if self.waited_s >= next_s and not self.are_complete:
                 next_s *= 2
                 self._say(f"waiting for nodes, for {self.waited_s:.0f} s: {self.seen()}\n")
 
     def _came(self) -> TCPStore:
-        """Adds this node to the list in torchrun's store, unless it is there, and returns the store.
+        """Adds this node to the list in torchrun's store, unless it is listed already, and returns the store.
 
-        Raises: OSError: nothing answers at the store's address yet; torch itself would print a trace at each such try.
+        Raises: OSError: nothing answers at the store's address yet. (Torch itself would print a trace at each attempt.)
         """
         with socket.create_connection(self._where, timeout=CONNECT_S):
             pass

@@ -21,7 +21,7 @@ WAIT_S = 600.0
 """The seconds that the driver waits until the cluster has the job's nodes free."""
 
 END_S = 10.0
-"""The seconds that torchrun has to end its ranks after their time to save, and that killed processes have to end."""
+"""The seconds that torchrun has, after its ranks' time to save, to end them; killed processes have as long to end."""
 
 _MARK = "SHARDWRIGHT_RAY_JOB"
 """The environment variable that names the run, the attempt and the node to which a process belongs."""
@@ -59,7 +59,7 @@ class _NodeJob:
         _kill(lambda mark: mark.startswith(self._run_mark) and not mark.startswith(self._attempt_mark))
         environment = {**os.environ, **environment, _MARK: self._node_mark}
         self._torchrun = subprocess.Popen([sys.executable, *words], env=environment)
-        if self._stopped:  # while ranks of an earlier attempt were killed
+        if self._stopped:  # stop was called while ranks of an earlier attempt were being killed
             self.stop(0.0)
         return self._torchrun.wait()
 
@@ -77,18 +77,18 @@ def _kill(is_meant: Callable[[str], bool]) -> None:
     """Kills this node's processes whose mark (an environment variable) ``is_meant`` accepts; waits for their end."""
     killed = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or is another user's
+        with suppress(psutil.Error):  # the process has ended, or belongs to another user
             if is_meant(process.environ().get(_MARK, "")):
                 process.kill()
                 killed.append(process)
     end = time.monotonic() + END_S
     while any(map(_runs, killed)) and time.monotonic() < end:
-        time.sleep(0.05)  # they are not children of this process, which could be waited for
+        time.sleep(0.05)  # only children of this process could be waited for instead
 
 
 def _runs(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
-        return bool(process.status() != psutil.STATUS_ZOMBIE)  # which holds no memory and no GPU
+        return bool(process.status() != psutil.STATUS_ZOMBIE)  # a zombie holds no memory and no GPU
     return False
 
 
@@ -108,12 +108,12 @@ def run(job: ClusterJob, *, wait_s: float = WAIT_S) -> None:
     for attempt in range(job.restarts + 1):
         try:
             codes = _attempt(ray, job, run_id, attempt, wait_s)
-        except ray.exceptions.RayError as failure:  # a node has gone, and its agent with it
+        except ray.exceptions.RayError as failure:  # a node is lost, and its actor with it
             codes = [f"{type(failure).__name__}: {first_line(failure)}"]
         if not any(codes):
             return
         sys.stderr.write(f"attempt {attempt + 1} of {job.restarts + 1} ended: {', '.join(map(str, codes))}\n")
-        if set(codes) == {2}:  # what the train command ends with if its input is bad
+        if set(codes) == {2}:  # the exit code of the train command for bad input
             raise PlanError(
                 "the ranks refused their input",
                 given=f"torchrun on each node ended with {', '.join(map(str, codes))}",
@@ -161,7 +161,7 @@ def _attempt(ray: Any, job: ClusterJob, run_id: str, attempt: int, wait_s: float
         return list(ray.get(runs))
     finally:
         stops = [agent.stop.remote(job.save_s) for agent in agents]
-        if stops:  # a node that is lost answers with an error, or not at all
+        if stops:  # a lost node answers with an error, or not at all
             ray.wait(stops, num_returns=len(stops), timeout=job.save_s + 3 * END_S)
         remove_placement_group(group)
 

@@ -27,10 +27,10 @@ PORTS = {"static": 29500, "c10d": 29400}
 
 
 def wait_of(words: Sequence[str]) -> NodeWait | None:
-    """Returns what tells which nodes have come (:class:`NodeWait`) for a torchrun command, given its arguments.
+    """Returns the :class:`NodeWait`, which tells which nodes have come, for the arguments of a torchrun command.
 
-    It returns None if the command is of one node, or of nodes that do not meet at a TCP store of torch, and for options
-    that torchrun refuses, which it does itself.
+    The result is None if the command is for one node, if the nodes do not meet at a TCP store of torch, or if torchrun
+    refuses the options, for which it gives its own error.
     """
     try:
         with redirect_stderr(StringIO()):

@@ -73,7 +73,8 @@ def _gather_sizes(axis: Axis, text: bytes, call: str) -> list[int | None]:
 def _different_calls(axis: Axis, call: str, sizes: Sequence[int | None]) -> PlanError:
     """Returns the error of ranks in different calls of the library, after they have exchanged the calls' names.
 
-    A rank whose message was no length at all, as one that compares batches, does not take part in that exchange.
+    A rank that made another kind of collective, such as a comparison of batches, sent no length. It does not take part
+    in that exchange.
     """
     again = _gather_sizes(axis, name := call.encode(), _NAMES)
     if None in again:
@@ -226,7 +227,7 @@ def compare_async(axis: Axis, lines: Sequence[str], groups: Sequence[Sequence[in
     place = next(place for place, ranks in enumerate(groups) if axis.ranks[axis.index] in ranks)
     pairs = torch.full((2 * len(groups),), _LEAST, device=axis.device)
     for at, digest in enumerate((number, -number), 2 * place):
-        pairs[at].fill_(digest)  # unlike an assignment, for which the host waits on an accelerator
+        pairs[at].fill_(digest)  # an assignment would make the host wait for an accelerator
     pending = axis.all_reduce_async(pairs, "max")
 
     def find() -> Difference:

@@ -43,7 +43,8 @@ def once(backward: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(backward)
     def checked(*args: P.args, **named: P.kwargs) -> R:
-        # in a backward: create_graph; a compiler reads code with gradients on, and refuses second ones itself
+        # Gradients are enabled in a backward only under create_graph. A compiler traces with gradients enabled too, but
+        # refuses second derivatives itself.
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
             raise PlanError(
                 "a gradient of a gradient does not go through layers that ranks share",

@@ -50,7 +50,7 @@ class CallChecker:
                 raise disagreement(call.axis, self.rank, mine, other, theirs)
         if waited:
             self.store.set(f"at/{self.rank}", "")
-        if ranks in self._written:  # all are here, so all have read the entry for the call before
+        if ranks in self._written:  # all ranks are in this call, so all have read the last entry
             self.store.delete_key(self._written[ranks])
         self._written[ranks] = f"{key}/{self.rank}"
 
@@ -74,7 +74,7 @@ class CallChecker:
                 )
             if now > look_at:
                 chain = self._chain(other)
-                if chain and chain == last_chain and not self.store.check([key]):  # no rank in it has moved
+                if chain and chain == last_chain and not self.store.check([key]):  # no rank of the chain has moved
                     at = chain[0][1]
                     where = "has returned already" if at == "returned" else f"waits in {at.split('|', 2)[2]}"
                     raise CommunicationError(
@@ -84,11 +84,14 @@ class CallChecker:
                         fix=FIX_CALLS,
                     )
                 last_chain, look_at = chain, now + _RECHECK_S
-            time.sleep(pause_s)  # the store can wait for a key, but not for another key as well
+            time.sleep(pause_s)  # polls: the store cannot wait for one of two things
             pause_s = min(2 * pause_s, 0.02)
 
     def _chain(self, other: int) -> list[tuple[int, str]]:
-        """Returns the waiting ranks, from ``other`` to this one or one that has returned; [] if neither ends them."""
+        """Follows who waits for whom, from rank ``other`` on; returns the pairs (rank, where it waits) up to the end.
+
+        The chain ends before this rank, or with a rank that has returned. It is [] if it ends at neither.
+        """
         chain: list[tuple[int, str]] = []
         rank = other
         while rank != self.rank:

@@ -90,10 +90,10 @@ def first_failure(
     earliest report of a rank that lost another. A reported error of the library itself and :class:`StopRequested` are
     returned as they are if they are the cause, and all other causes as a RankFailedError.
     """
-    # a rank that lost its partner explains nothing: its note counts only where there is no other
+    # the note of a rank that only lost its partner counts only if there is no other note
     first = min(notes, key=lambda note: (not note.explains, note.time_s), default=None)
     if first is not None and first.explains:
-        # an error of the user, not of one rank: every rank raises the same text, so none is named
+        # an error of the user: every rank raises the same text, so the text names no rank
         if isinstance(first.failure, ExplainedError | StopRequested):
             return first.failure
         return RankFailedError(f"rank {first.rank} failed\n\n{first.text.rstrip()}")

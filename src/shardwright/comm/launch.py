@@ -147,7 +147,7 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torc
         transport = ThreadTransport(hub, rank, recorder)
         world = World(rank, num_ranks, place, transport, recorder, stop=stop)
         try:
-            # by default one thread runs all backwards of an accelerator, and ranks that wait there would block it
+            # by default one thread runs all backwards of an accelerator, so a rank that waits in it would block others
             with torch.autograd.set_multithreading_enabled(place.type == "cpu"):
                 result = work(world, *args)
             world.wait_pending()
@@ -174,13 +174,13 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torc
                 stop.follow_signals()  # here, in the main thread
             if hub.failure is None or hub.num_saving or not (hub.failed_rank is None or hub.failed_rank in texts):
                 end_s = time.monotonic() + _END_S
-            elif time.monotonic() > end_s:  # a rank computes, and makes no call that would end it
+            elif time.monotonic() > end_s:  # a rank computes and makes no call, so it cannot be ended
                 _LEFT.update(dict.fromkeys(alive, 1))
                 break
     except BaseException as interruption:  # as Ctrl-C
         hub.fail(-1, interruption)
         for thread in threads:
-            if thread.is_alive():  # which it is not if it has not begun
+            if thread.is_alive():  # False also if it has not begun
                 thread.join(timeout=_END_S)
         _LEFT.update((thread, failures.INTERRUPTED) for thread in threads if thread.is_alive())
         raise
@@ -190,7 +190,7 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torc
         if isinstance(failure, ExplainedError) or (isinstance(failure, ValueError) and len(texts) == num_ranks):
             if isinstance(failure, LayoutError | PlanError) and len(texts) < num_ranks:
                 failure.add_note(f"raised by rank {hub.failed_rank}")
-            raise failure  # an error of the user, not of one rank: others raise it too, or were ended before they could
+            raise failure  # an error of the user's: all ranks raise it, unless they were ended before
         assert hub.failed_rank is not None
         raise RankFailedError(f"rank {hub.failed_rank} failed\n\n{texts[hub.failed_rank]}") from failure
     return [results[rank] for rank in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""Which models of the process that calls ``launch`` were trained by ranks that are processes, as copies of them."""
+"""Finds the models in the process that calls ``launch`` of which ranks, in other processes, have trained copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weakref import ReferenceType, ref
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-_TRAINED: list[ReferenceType[nn.Module]] = []  # no set: a module may be a dataclass, which has no hash
+_TRAINED: list[ReferenceType[nn.Module]] = []  # a list, since a module may have no hash (dataclass)
 
 ON_RETURN: list[Callable[[nn.Module], None]] = []
 """Functions that are called, in the process that called ``launch``, with each model of which ranks trained a copy."""

@@ -12,8 +12,8 @@ _PACKAGE = str(Path(__file__).parents[1])
 def call_of_user(frame: FrameType | None) -> str:
     """Returns the function of the library through which user code, or the start of a rank, came to ``frame``.
 
-    The first frames, those of this package ``comm``, do not count. Of user code that the library calls in turn, such as
-    a model's forward, the first call counts: ``run.step``.
+    The innermost frames, those of this package ``comm``, do not count. The library may call user code in turn, such as
+    a model's forward, which calls the library again: then the outermost call counts, such as ``run.step``.
     """
     return place_of_user(frame)[0]
 

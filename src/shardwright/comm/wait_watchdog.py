@@ -66,9 +66,9 @@ class NoteStore(Protocol):
 class WaitWatchdog:
     """Watches the thread that creates it, of rank ``rank`` of ``size``, until it is closed.
 
-    ``store`` is torch's. Where no rank can go on, ``fail`` is called with the error, for the thread to raise it, and if
-    the thread has not moved at the next look, ``report``, which ends the process. ``limit_s`` is the time limit of a
-    call; a short one shortens the looks.
+    ``store`` is torch's. If no rank can go on, ``fail`` is called with the error, so that the watched thread raises it.
+    If that thread has still not moved at the next look, ``report`` is called, which ends the process. ``limit_s`` is
+    the time limit of a call; with a short limit the looks are more frequent.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class WaitWatchdog:
             texts = self._store.multi_get(self._keys) if self._store.check(self._keys) else []
             notes = [_Note(*json.loads(text)) for text in texts if text]
             numbers = [note.number for note in notes]
-            if len(notes) < len(self._keys) or (error := _error_of(notes)) is None:  # a rank goes on, or it is one call
+            if len(notes) < len(self._keys) or (error := _error_of(notes)) is None:  # one runs, or all in one call
                 continue
             if own.confirmed != numbers:
-                if last is not None and self._waiting()[0] is last():  # still, now that all have published
+                if last is not None and self._waiting()[0] is last():  # still in the same wait after all have published
                     num_notes += 1
                     self._publish(own := own._replace(confirmed=numbers))
             elif all(note.confirmed == numbers for note in notes if note.call != _RETURNED):

@@ -27,14 +27,15 @@ from shardwright.errors import LayoutError, PlanError
 from shardwright.nodes import Nodes
 
 MOST_OVER = 1.5
-"""The factor by which a figure may exceed that of the profile that it replaces before a warning is given."""
+"""The factor by which a figure may exceed the profile's figure that it replaces, before a warning is given."""
 
 MOST_LINK = 0.25
-"""The most that an accelerator's links in a node are taken to carry one way, as a share of its memory bandwidth: those
-of the profiles carry 0.09 to 0.19 of it."""
+"""The largest plausible bandwidth one way of an accelerator's links in a node, as a share of its memory bandwidth.
+
+In the profiles the share is 0.09 to 0.19."""
 
 RANKS_PER_NODE = 8
-"""The most ranks of a node, where nodes are not given."""
+"""The most ranks of a node, if the nodes are not given."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Cluster:
     nodes: Nodes
     constants: Constants = field(default_factory=Constants)
     calibration: Calibration = field(default_factory=Calibration)
-    """What was measured on the cluster beside the constants; empty if nothing was."""
+    """What was measured on the cluster in addition to constants; empty if nothing was."""
     has_nodes: bool = False
     """Whether a file said how many nodes there are."""
 
@@ -58,10 +59,11 @@ class Cluster:
     def parse(cls, text: str, num_ranks: int | None = None) -> Cluster:
         """Returns the cluster that ``text`` describes.
 
-        ``text`` is a profile's name or the path of a TOML file, alone or followed by ``:NODESxRANKS``. Without nodes in
-        the text or the file, the cluster has ``num_ranks`` ranks, on nodes as full as that number allows, with 8 ranks
-        at most. A file may name a ``profile``, replace its figures and constants, and give ``nodes = "128x8"`` and a
-        table ``[constants]``; one that ``shardwright calibrate`` wrote has measured operators, blocks and messages too.
+        ``text`` is a profile's name or the path of a TOML file, alone or followed by ``:NODESxRANKS``. If neither the
+        text nor the file gives nodes, the cluster has ``num_ranks`` ranks, on equal nodes of 8 ranks or, if that does
+        not divide, of the largest smaller number that does. A file may name a ``profile``, replace its figures and
+        constants, and give ``nodes = "128x8"`` and a table ``[constants]``. A file that ``shardwright calibrate`` wrote
+        has measured operators, blocks and messages too.
 
         Raises: PlanError: the text has no nodes and ``num_ranks`` is None, there is no such profile, or the file or a
             value in it cannot be read. LayoutError: the nodes are not written as ``128x8``.
@@ -78,7 +80,7 @@ class Cluster:
         if nodes:
             try:
                 return replace(cluster, nodes=Nodes.parse(nodes))
-            except LayoutError as error:  # its fix names another option
+            except LayoutError as error:  # raised again, since its fix names a command line option
                 fix = f"write {name}:1x{nodes if nodes.isdecimal() else 8}"
                 allowed = f"NAME:NODESxRANKS, {error.allowed}"
                 raise LayoutError(error.what, given=text, allowed=allowed, fix=fix) from None
@@ -104,7 +106,7 @@ class Cluster:
         text = str(table.get("nodes", ""))
         try:
             nodes = Nodes.parse(text) if text else Nodes(1, RANKS_PER_NODE)
-        except LayoutError as error:  # its fix names an option
+        except LayoutError as error:  # raised again, since its fix names a command line option
             fix = f'write nodes = "1x{text if text.isdecimal() else RANKS_PER_NODE}" into {path}'
             raise LayoutError(error.what, given=f"nodes = {text}", allowed=error.allowed, fix=fix) from None
         return cls(device, nodes, constants, calibration_in(path, table), bool(text))
@@ -120,7 +122,7 @@ class Cluster:
         return self.nodes.num_nodes * self.nodes.ranks_per_node
 
     def with_ranks(self, num_ranks: int) -> Cluster:
-        """Returns the cluster with ``num_ranks`` ranks, on equal nodes that are as full as they can be.
+        """Returns the cluster with ``num_ranks`` ranks, on as few equal nodes as possible.
 
         A node has at most as many ranks as before.
 
@@ -133,11 +135,11 @@ class Cluster:
     def message_s(self, kind: str, num_bytes: float, ranks: Sequence[int]) -> float:
         """Returns the predicted seconds of one collective or send between ``ranks``, with ``num_bytes`` of payload.
 
-        It goes in a ring, node by node. All groups along the same axis are taken to send at once, so rings that cross
-        between nodes share a node's links. An all-reduce of several ranks on each of several nodes has two levels: sums
-        in each node, and rings of one rank of each node, at the same time; each node then sends what a ring of nodes
-        sends, which is less than a ring of ranks does. Fewer than two ranks, no bytes, a receive and a barrier take 0
-        seconds. Kinds that were measured take the seconds that were measured for as many bytes.
+        The ranks form a ring, node by node. All groups along the same axis are taken to send at once, so rings that
+        cross between nodes share a node's links. An all-reduce over several nodes with several ranks each has two
+        levels at the same time: sums in each node, and rings of one rank of each node. Each node then sends as much as
+        in a ring of nodes, which is less than in a ring of ranks. Fewer than two ranks, no bytes, a receive and a
+        barrier take 0 seconds. Kinds that were measured take the seconds that were measured for as many bytes.
 
         >>> cluster = Cluster.parse("a100-80gb:2x8")
         >>> groups = (0, 1), (0, 8), range(16)
@@ -184,7 +186,7 @@ class Cluster:
 
 @lru_cache
 def constants_of(name: str) -> Constants:
-    """Returns the constants of a profile: the defaults, but for those that were fitted to runs on the accelerator.
+    """Returns the constants of a profile: the defaults, except for those fitted to runs on the accelerator.
 
     Raises: PlanError: there is no such profile.
 
@@ -195,7 +197,7 @@ def constants_of(name: str) -> Constants:
 
 
 def _of_own_figures(path: str, device: Device) -> Device:
-    """Returns a device that is not of a profile, with a warning of links that may be given both ways."""
+    """Returns a device without a profile; a warning is added if its links' bandwidth may be that of both directions."""
     share = device.in_node_bytes_per_s / device.memory_bytes_per_s
     if device.type in HOST or share <= MOST_LINK:
         return device
@@ -213,13 +215,13 @@ def _device_in(path: str, table: Mapping[str, Any]) -> Device:
     base_device = profile(str(base))
     figures = {"type": base_device.type, "source": f"{base}, changed in {path}", **figures_of(base_device)}
     peaks = table.get("peak_TFLOP_per_s", {})
-    if isinstance(peaks, Mapping):  # a peak that the file does not give is that of the profile
+    if isinstance(peaks, Mapping):  # peaks that the file does not give are taken from the profile
         table = {**table, "peak_TFLOP_per_s": {**figures["peak_TFLOP_per_s"], **peaks}}
     device = replace(device_of(path, {**figures, **table}), name=base_device.name)
     notes = [
         f"{path}: {key} = {table[key]:g} is more than {MOST_OVER} times that of {base}, {figures[key]:g}: "
         "is it of both ways?"
-        for key in NUMBERS if key != "between_nodes_GB_per_s"  # of which a profile has what is usual
+        for key in NUMBERS if key != "between_nodes_GB_per_s"  # a profile has only the usual value for that
         and isinstance(table.get(key), int | float) and table[key] > MOST_OVER * figures[key]
     ]  # fmt: skip
     base_peaks = dict(base_device.peaks)
@@ -232,7 +234,7 @@ def _device_in(path: str, table: Mapping[str, Any]) -> Device:
 
 
 def _constants_in(path: str, table: Mapping[str, Any]) -> Constants:
-    """Returns the constants of a file: its own, before those of its profile, before the defaults."""
+    """Returns the constants of a file; those that it lacks are from its profile, or else the defaults."""
     base, constants = table.get("profile"), table.get("constants", {})
     if not isinstance(constants, Mapping) or not all(
         isinstance(value, int | float) and not isinstance(value, bool)

@@ -9,12 +9,14 @@ from typing import Any, Literal
 from shardwright.errors import PlanError, fix_for
 
 Source = Literal["datasheet", "published", "measured", "fitted", "guess"]
-"""Where a value is from: "published" ones were fitted to runs of other libraries on the accelerator, which are public,
-"fitted" ones to runs on the user's own cluster."""
+"""Where a value is from: "published" values were fitted to published runs of other libraries on the accelerator, and
+"fitted" values to runs on the user's own cluster."""
 
 SLOW_START_S = 46e-6
-"""The seconds in which Python on a slow host starts an operator: those of the virtual machine with the H100 in
-``benchmarks/gpu``, where steps in bf16 took 46 us for each operator that they start (median of four: 23 to 51)."""
+"""The seconds in which Python on a slow host starts an operator.
+
+They were measured on the virtual machine with the H100 in ``benchmarks/gpu``, where steps in bf16 took 46 us for each
+operator that they start (median of four: 23 to 51)."""
 
 
 def _constant(default: float, unit: str, low: float, high: float, meaning: str) -> Any:

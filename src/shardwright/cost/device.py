@@ -20,24 +20,24 @@ DENSE = (60, 350)
 
 NUMBERS = ("memory_GB", "memory_GB_per_s", "num_multiprocessors", "in_node_GB_per_s", "between_nodes_GB_per_s")
 HOST_LINK, USUAL_HOST_GB_PER_S = "host_GB_per_s", 16.0
-"""The key of the link to the host's memory, and its bandwidth where a file does not give it: 16 lanes of PCIe 3."""
+"""The key of the link to the host's memory, and its default bandwidth, which is that of 16 lanes of PCIe 3."""
 HOST_MEMORY = "host_memory_GB"
-"""The key of the memory of a node's host, which no profile has: nodes differ."""
+"""The key of the memory of a node's host, which no profile has, because nodes differ."""
 PRECISIONS = ("fp32", "bf16", "fp16")
-"""The precisions of which a file gives peaks: those that layouts run in."""
+"""The precisions for which a file gives peaks: the ones that layouts run in."""
 MOST = 1e7
-"""What no figure in GB or GB/s reaches: one above it is in bytes."""
+"""A bound on every figure in GB or GB/s: a larger figure was probably given in bytes."""
 
 
 @dataclass(frozen=True)
 class Device:
     """The figures of one accelerator: dense peaks in FLOP/s by precision, memory, bandwidths and multiprocessors.
 
-    Memory is in bytes, and each bandwidth in bytes per second one way: that of the memory, of the links to accelerators
-    of the node, of the accelerator's link to other nodes, and of that to the host's memory. ``host_memory_bytes`` is
-    the memory of a node's host, None if it is not known. ``type`` is the device type of torch, ``source`` names the
-    datasheet, ``assumes_network`` says that the bandwidth between nodes is not on it, but that of a network that is
-    usual, and ``notes`` are warnings of the file's reader. :func:`profile` returns a device by name.
+    Memory is in bytes. Bandwidths are in bytes per second one way: that of the memory, of the links to accelerators of
+    the same node, of the accelerator's link to other nodes, and of its link to the host's memory. ``host_memory_bytes``
+    is the memory of a node's host, None if it is not known. ``type`` is the device type of torch, and ``source`` names
+    the datasheet. ``assumes_network`` says that the bandwidth between nodes is not from the datasheet, but that of a
+    usual network. ``notes`` are warnings of the file's reader. :func:`profile` returns a device by name.
 
     >>> device = profile("a100-80gb")
     >>> device.peak("bf16") == 312e12, device.memory_bytes == 80e9, device.warnings
@@ -78,9 +78,9 @@ class Device:
 
 
 def figures_of(device: Device) -> dict[str, Any]:
-    """Returns a device's figures by their key in a TOML file, in its units; its type and source are left out.
+    """Returns a device's figures by their key in a TOML file, in the units of the key, without its type and source.
 
-    So is the memory of the host, where it is not known.
+    The memory of the host is left out too if it is not known.
 
     >>> figures_of(profile("a100-80gb"))["host_GB_per_s"]
     32.0

@@ -16,8 +16,8 @@ TILE = 128
 MESSAGE_STARTS = 2
 """How many operators the host could start in the time in which it starts a message on an accelerator.
 
-In published steps of one node that are bound by the host (``benchmarks/planner``), a block with six all-reduces takes
-as much longer than one without as 13 to 17 operators take to start.
+In published steps on one node that are bound by the host (``benchmarks/planner``), six all-reduces make a block take
+longer by the time of 13 to 17 operator starts.
 """
 
 PARTS = ("matmul", "attention", "memory")
@@ -27,9 +27,9 @@ PARTS = ("matmul", "attention", "memory")
 class OperatorRecord(NamedTuple):
     """One operator of a training step: its kind, FLOPs, bytes read and written, precision, dims and kernel launches.
 
-    ``part`` is its kind: "matmul", "attention", or "memory" if its bytes alone set its time. ``dims`` of a matrix
-    product are (batch, m, n, k): the rows and columns of each result, and the dim that is summed. ``name`` is torch's
-    name of the operator, such as "aten::mm", by which measured factors are found.
+    ``part`` is its kind: "matmul", "attention", or "memory" if its bytes alone determine its time. ``dims`` of a matrix
+    product are (batch, m, n, k): the number of products, the rows and columns of each result, and the size that is
+    summed over. ``name`` is torch's name of the operator, such as "aten::mm", by which measured factors are found.
     """
 
     part: str
@@ -48,7 +48,7 @@ def operator_s(
 
     A matrix product or attention takes as long as its FLOPs or its bytes, whichever is longer. A product's tiles fill
     the multiprocessors in waves, of which the last may be partly empty. Any other operator takes as long as its bytes.
-    ``factors`` has, by the operator's name, how many times as long it was measured to take.
+    ``factors`` maps the operator's name to its measured time divided by that time.
 
     >>> from shardwright.cost.device import profile
     >>> big = OperatorRecord("matmul", 2 * 4096**3, 3 * 2 * 4096**2, "bf16", (1, 4096, 4096, 4096))

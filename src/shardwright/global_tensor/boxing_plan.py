@@ -152,7 +152,7 @@ def cheapest_plan(shape: tuple[int, ...], source: GlobalLayout, destination: Glo
     if not is_partial(source) or direct.kind != "messages" or direct.moved_elements == 0:
         return BoxingPlan((direct,))
     plans = [BoxingPlan((direct,))]
-    # a sum that many ranks need is cheaper added up slice by slice first, on the old ranks or on the new ones
+    # if many ranks need a sum, it is cheaper to reduce-scatter it first, on the old ranks or on the new ones
     for dim in _dims_to_sum_over(shape, destination):
         summed = GlobalLayout(source.placement, tuple(split(dim) if one.is_partial() else one for one in source.sbp))
         cut = GlobalLayout(
@@ -175,7 +175,7 @@ def _step(shape: tuple[int, ...], source: GlobalLayout, destination: GlobalLayou
     plain = BoxingStep(shape, source, destination)
     if source.placement != destination.placement:
         return plain
-    # one collective changes the sbp of one axis, and only if no other axis cuts the dims that it cuts
+    # one collective can change the sbp of one axis only, and only if no other axis cuts the same dims
     differ = [i for i, (a, b) in enumerate(zip(source.sbp, destination.sbp, strict=True)) if a != b]
     if len(differ) != 1 or source.placement.shape[differ[0]] == 1:
         return plain
@@ -202,8 +202,8 @@ def _term_shares(
 ) -> dict[int, tuple[Piece, ...]]:
     """Returns the pieces of one source term that each rank of a partial destination adds to its own term.
 
-    Elements stay on a rank that holds them already; elements that no destination rank holds go to one of the terms. All
-    copies of a destination term take the same elements, because a later sum may read each term from any of its copies.
+    An element stays on a destination rank that holds it already, if there is one, and else goes to one of the terms.
+    All copies of a destination term get the same elements, because a later sum may read a term from any of its copies.
     """
     sums: defaultdict[tuple[int, ...], defaultdict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, coord in destination.placement.coords:
@@ -212,7 +212,7 @@ def _term_shares(
         sums[cut][partial].append(rank)
     shares: defaultdict[int, list[Piece]] = defaultdict(list)
     held = boxes(shape, destination)
-    # one round for each slice of the tensor: its terms divide the box among them without overlap
+    # one round for each slice of the tensor: the terms divide the slice's box among them, without overlap
     for members in sums.values():
         copies = list(members.values())
         box = held[copies[0][0]]

@@ -79,14 +79,17 @@ def from_local(
     if check:
         _check_copies(members, layout)
     back = None if grad_sbp is None else checked_grad_sbp(grad_sbp, layout.sbp, placement, len(first["shape"]))
-    if current_world().rank not in placement:  # it needs an autograd node too, or it would miss the backward's messages
+    if current_world().rank not in placement:  # it needs an autograd node, to take part in the backward's messages
         requires_grad = any(fact["grad"] for fact in members.values())
         part = torch.empty(0, dtype=getattr(torch, first["dtype"]), requires_grad=requires_grad)
     return _FromLocal.apply(part, layout, shape_and_boxes, back)  # type: ignore[no-any-return]
 
 
 def _digest(local: Tensor) -> str:
-    """Returns a hash of all bytes; ``tensor_digest``, by sums of rows and columns, misses permuted one-hot labels."""
+    """Returns a hash of all bytes in order.
+
+    ``tensor_digest`` would be faster, but it sums rows and columns, so that permuted one-hot labels may look equal.
+    """
     data = bytes_of(materialized(local.detach()).cpu())
     return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
 
@@ -115,12 +118,16 @@ def _check_parts(members: dict[int, dict[str, Any]], placement: Placement) -> No
 
 
 def _given_boxes(shapes: dict[int, tuple[int, ...]], layout: GlobalLayout) -> tuple[tuple[int, ...], dict[int, Box]]:
-    """Returns the global shape, and the box of each rank's local tensor; they are joined in the order of the axes."""
+    """Returns the global shape, and the box (a range of each dim) of it that each rank's local tensor is.
+
+    Along a dim that axes cut, the ranks' parts follow each other, in the order of these axes.
+    """
     num_dims = len(next(iter(shapes.values())))
     starts: dict[int, list[int]] = {rank: [0] * num_dims for rank in shapes}
     global_shape = []
     for dim in range(num_dims):
-        # members at one place along the axes that cut the dim must agree on its size; the sizes add up
+        # Ranks with equal indices on the axes that cut the dim must have parts of equal size. The sizes at different
+        # indices add up to the global size.
         axes = [i for i, one in enumerate(layout.sbp) if is_split(one) and one.dim == dim]
         sizes: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
         for rank, coord in layout.placement.coords:
@@ -161,19 +168,19 @@ def _check_copies(members: dict[int, dict[str, Any]], layout: GlobalLayout) -> N
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, layout: GlobalLayout, given: tuple[tuple[int, ...], dict[int, Box]],
+        ctx: Any, local: Tensor, layout: GlobalLayout, shape_and_boxes: tuple[tuple[int, ...], dict[int, Box]],
         back: tuple[Sbp, ...] | None,
     ) -> GlobalTensor:  # fmt: skip
-        shape, held = given
+        shape, held = shape_and_boxes
         ctx.set_materialize_grads(False)
         cut = boxes(shape, layout)
         ctx.shape, ctx.layout, ctx.held, ctx.local = shape, layout, held, tuple(local.shape)
         ctx.back, ctx.anew = GlobalLayout(layout.placement, back or without_sums(layout.sbp)), held != cut
         if current_world().rank not in layout.placement:
             out = local.new_empty(local_shape(shape, layout, current_world().rank))
-        elif not ctx.anew:  # a copy, since autograd would not notice a later write to the part
+        elif not ctx.anew:  # a copy: autograd would not notice later writes to the part
             out = local.clone(memory_format=torch.contiguous_format)
-        else:  # parts of any sizes become slices as torch.chunk cuts them
+        else:  # cuts parts of other sizes anew, as torch.chunk does
             out = _cut_anew(local, held, cut, layout, local_shape(shape, layout, current_world().rank))
         return wrap(out, shape, layout)
 
@@ -194,13 +201,16 @@ class _FromLocal(torch.autograd.Function):
 def _cut_anew(
     local: Tensor, held: dict[int, Box], wanted: dict[int, Box], layout: GlobalLayout, shape: tuple[int, ...]
 ) -> Tensor:
-    """Returns this rank's local tensor after the ranks with slices of the same term and copy have moved the cuts."""
+    """Returns this rank's part after ranks have exchanged elements, from the boxes ``held`` to the boxes ``wanted``.
+
+    Only ranks with slices of the same term and the same copy exchange elements.
+    """
     coord_of = dict(layout.placement.coords)
 
     def unsplit(rank: int) -> tuple[int, ...]:
         return tuple(i for i, one in zip(coord_of[rank], layout.sbp, strict=True) if not is_split(one))
 
-    # ranks at one place along the axes that do not split hold slices of the same term and the same copy
+    # ranks with equal indices on the axes that do not split hold slices of the same term and the same copy
     place = unsplit(current_world().rank)
     ranks = [rank for rank in coord_of if unsplit(rank) == place]
     source = {rank: (whole_piece(held[rank]),) for rank in ranks}

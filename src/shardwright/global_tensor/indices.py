@@ -30,7 +30,7 @@ def with_lists(x: GlobalTensor, index: Any) -> Any:
     """
     entries = index if isinstance(index, tuple) else (index,)
     if isinstance(index, list) and any(isinstance(entry, list) for entry in index):
-        return index  # torch is changing the meaning of nested lists, so they are left to it
+        return index  # left to torch, which is changing what nested lists mean
     if not any(isinstance(entry, list) and _is_flat(entry) for entry in entries):
         return index
     # ``dim``: the dim of x that the next entry indexes
@@ -47,17 +47,17 @@ def with_lists(x: GlobalTensor, index: Any) -> Any:
     return tuple(new_entries)
 
 
-def _is_flat(each: Sequence[Any]) -> bool:
-    return all(isinstance(leaf, int) for leaf in tree_leaves(each))
+def _is_flat(entry: Sequence[Any]) -> bool:
+    return all(isinstance(leaf, int) for leaf in tree_leaves(entry))
 
 
-def _num_dims(each: Any) -> int:
+def _num_dims(entry: Any) -> int:
     """Returns the number of dims of the tensor that one entry of an index consumes."""
-    if each is None or each is Ellipsis or isinstance(each, bool):
+    if entry is None or entry is Ellipsis or isinstance(entry, bool):
         return 0
-    if isinstance(each, list) and _is_flat(each) and each:
-        each = torch.tensor(each)
-    return each.ndim if isinstance(each, Tensor) and each.dtype == torch.bool else 1
+    if isinstance(entry, list) and _is_flat(entry) and entry:
+        entry = torch.tensor(entry)
+    return entry.ndim if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
 
 
 def _replicated(x: GlobalTensor, table: Tensor, dim: int) -> list[Tensor]:

@@ -146,18 +146,22 @@ def placement_of(mesh: DeviceMesh) -> Placement:
     return Placement(mesh.device_type, tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape))
 
 
-def _grid(ranks: Any, given: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _grid(ranks: Any, outermost: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shape of nested lists, and their ranks in order; ``given`` is the outermost list, for errors."""
     if isinstance(ranks, (list, tuple, range)):
-        rows = [_grid(entry, given) for entry in ranks]
+        rows = [_grid(entry, outermost) for entry in ranks]
         shapes = {shape for shape, _ in rows} or {()}
         if len(shapes) > 1:
-            raise _wrong("ranks that are no grid", given, "nested lists of equal lengths", "fill up the shorter rows")
+            raise _wrong(
+                "ranks that are no grid", outermost, "nested lists of equal lengths", "fill up the shorter rows"
+            )
         return (len(rows), *shapes.pop()), tuple(rank for _, row in rows for rank in row)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 0:
-        raise _wrong("not a rank", f"{ranks!r} in {given!r}", "numbers from 0 on", "give ranks=[0, 1], or nested lists")
-    if ranks is given:
-        raise _wrong("ranks that are no list", repr(given), "a list or nested lists", f"write ranks=[{given}]")
+        raise _wrong(
+            "not a rank", f"{ranks!r} in {outermost!r}", "numbers from 0 on", "give ranks=[0, 1], or nested lists"
+        )
+    if ranks is outermost:
+        raise _wrong("ranks that are no list", repr(outermost), "a list or nested lists", f"write ranks=[{outermost}]")
     return (), (ranks,)
 
 

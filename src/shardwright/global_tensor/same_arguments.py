@@ -46,7 +46,7 @@ def check_source(x: DTensor, layout: GlobalLayout) -> None:
             )
     held, expected = list(x._local_tensor.shape), list(local_shape(tuple(x.shape), layout, current_world().rank))
     is_wrong = current_world().rank in layout.placement and held != expected
-    # gathered even where this rank's slice is right: all ranks must raise, or none
+    # every rank gathers, also if its own slice is right, because all ranks must raise or none
     for rank, (shape, allowed) in enumerate(gather_json(everyone_here(), [held, expected] if is_wrong else [0, 0])):
         if shape != allowed:
             raise LayoutError(

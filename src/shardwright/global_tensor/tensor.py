@@ -319,7 +319,7 @@ def to_global(
         check_source(x, before)
     check_fresh("to_global", [x])
     after = GlobalLayout(placement, checked_sbp(before.sbp if sbp is None else sbp, placement, x.ndim))
-    is_leaf_of_terms = x.is_leaf and x.requires_grad and is_partial(before)  # its gradient must be partial, too
+    is_leaf_of_terms = x.is_leaf and x.requires_grad and is_partial(before)  # so that its gradient gets partial, too
     if after == before and grad_sbp is None and isinstance(x, GlobalTensor) and not is_leaf_of_terms:
         return x
     if grad_sbp is not None:
@@ -360,7 +360,7 @@ def check_gradient(grad: Tensor, placement: Placement) -> None:
 
 
 def _slice_gradient(shape: tuple[int, ...], layout: GlobalLayout, grad: GlobalTensor) -> GlobalTensor:
-    """Returns a leaf's gradient, sliced along axes where the leaf is split and it is broadcast, if nothing is sent."""
+    """Returns a leaf's gradient; if that sends nothing, it is split on axes that split the leaf and broadcast it."""
     check_gradient(grad, layout.placement)
     pairs = zip(layout.sbp, grad.sbp, strict=True)
     sbp = tuple(leaf if is_split(leaf) and one == broadcast else one for leaf, one in pairs)

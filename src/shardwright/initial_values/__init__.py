@@ -2,8 +2,8 @@
 
 A constructor may write a parameter several times, and by rules that look at the whole model: ``normal_`` with a smaller
 deviation for the last layer of each block, a copy of another layer, a table made with ``torch.arange``. On the meta
-device all that computes nothing. :class:`WriteRecorder` notes every operator that writes, so that the values of one
-tensor can be had without those of the others::
+device these calls compute nothing. :class:`WriteRecorder` notes every operator that writes, so that the values of one
+tensor can be computed without those of the others::
 
     constructor    a.normal_(0, 1)    b.normal_(0, 1)    a.mul_(0.5)    b.copy_(a)    b.zero_()
     values of a    a.normal_(0, 1)                       a.mul_(0.5)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardwright.tensor_bytes import bytes_of
 
 _GENERATOR_LOCK = threading.Lock()
-"""Held while random numbers are drawn, because ranks that are threads share torch's default generator."""
+"""A lock that is held while random numbers are drawn, because ranks as threads share torch's default generator."""
 
 
 @contextmanager
@@ -56,9 +56,9 @@ class StorageView(NamedTuple):
         return prod(self.size) * self.dtype.itemsize == self.num_bytes
 
     def of(self, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-        """Returns the view as a tensor on the host, over the storage of its number in ``storages``.
+        """Returns the view as a tensor on the host, over the storage that has its number in ``storages``.
 
-        A storage that is missing there is allocated, uninitialized, and added.
+        A storage that ``storages`` lacks is allocated, uninitialized, and added.
         """
         if self.storage not in storages:
             storages[self.storage] = torch.UntypedStorage(self.num_bytes)
@@ -89,11 +89,11 @@ class RngState:
 class WriteCall(NamedTuple):
     """A recorded call of an operator that wrote to the storages of tensors on the meta device.
 
-    ``function`` is its name in ``torch``, such as ``ops.aten.fill_.Scalar``. ``args`` and ``named`` have a
-    :class:`StorageView` in place of each meta tensor, and ``results`` has one for each new meta tensor, and None for
-    other tensors. ``writes``, ``overwrites`` (those written in full) and ``reads`` are storages by number. ``draw``
-    numbers the calls that draw from torch's default generator, from 1, and counts every recorded call of ``nn.init``
-    without a generator of its own as one; others have -1.
+    ``function`` is the operator's name in ``torch``, such as ``ops.aten.fill_.Scalar``. ``args`` and ``named`` have a
+    :class:`StorageView` in place of each meta tensor. ``results`` has a :class:`StorageView` for each new meta tensor,
+    and None for other tensors. ``writes``, ``overwrites`` (storages written in full) and ``reads`` are sets of storage
+    numbers. ``draw`` is the number of the call, from 1, among the calls that draw from torch's default generator, or -1
+    for other calls. Every recorded call of ``nn.init`` without a generator of its own counts as such a draw.
     """
 
     function: str
@@ -108,15 +108,16 @@ class WriteCall(NamedTuple):
 
 @dataclass
 class RecordedWrites:
-    """The write calls that a recorder has noted, and for each storage the indices of those that wrote to it."""
+    """The write calls that a recorder has noted, and for each storage the indices of the calls that wrote to it."""
 
     calls: list[WriteCall] = field(default_factory=list)
     of_storage: dict[int, list[int]] = field(default_factory=dict)
 
     def needed(self, storage: int) -> list[int] | None:
-        """Returns the indices, in order, of the calls that determine the values of the storage of this number.
+        """Returns the indices, in order, of the calls that determine the values of the storage with this number.
 
-        The result is None if no call has written that storage in full, or one whose values these calls read.
+        The result is None if no call has written the storage in full, or if that is so for a storage that these calls
+        read.
         """
         places: set[int] = set()
         to_visit = [(storage, len(self.calls))]
@@ -147,7 +148,7 @@ class RecordedValues:
     view: StorageView
 
     def can_be_read(self) -> bool:
-        """Returns whether a call has written all values, and none depends on numbers from torch's default generator."""
+        """Returns whether all values were written, and none depends on draws from torch's default generator."""
         places = self._places()
         return places is not None and all(self.written.calls[place].draw < 0 for place in places)
 
@@ -159,7 +160,7 @@ class RecordedValues:
     def text(self) -> list[str] | None:
         """Returns the calls as text, equal for tensors that are filled alike.
 
-        It is None if no call has written all values, or all of those that the tensor's values are computed from.
+        The result is None if the values are not all written, or if they depend on values that are not all written.
         """
         places, numbers = self._places(), dict[int, int]()
 
@@ -177,7 +178,7 @@ class RecordedValues:
         return [f"{call.function} {_mapped(described, (call.args, call.named, call.results))}" for call in calls]
 
     def values(self, seed: int) -> Tensor:
-        """Returns the tensor's initial values, on the host; random ones depend on ``seed`` and on the draws' order.
+        """Returns the tensor's initial values on the host; random values depend on ``seed`` and the order of draws.
 
         The constructor must have written all of them, that is, :meth:`text` must not be None.
         """
@@ -210,7 +211,7 @@ def _run_again(call: WriteCall, storages: dict[int, torch.UntypedStorage], seed:
     else:
         with numbers_from(f"{seed}/{call.draw}"):
             results = function(*args, **named)
-    tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]  # a list's fill may return None
+    tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]  # operators on lists may return None
     for view, result in zip(call.results, tensors, strict=True):
         if view is not None:
             view.of(storages).copy_(result)

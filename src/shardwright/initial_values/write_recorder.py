@@ -30,15 +30,15 @@ from shardwright.tensor_bytes import bytes_of
 _EMPTY = frozenset(["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"])
 _FILLS = frozenset(["zero_", "fill_", "copy_"])
 _ANSWERS = frozenset(["_local_scalar_dense", "allclose", "equal", "is_nonzero"])
-"""Operators that return a number or a truth value, for which the meta device has none."""
+"""Operators that return a number or a truth value, which the meta device cannot compute."""
 
 _SILENT = frozenset(["detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias"])
 _FROM_DATA: dict[Any, tuple[int, str]] = {
     torch.tensor: (0, "data"), torch.as_tensor: (0, "data"), torch.asarray: (0, "obj"), Tensor.new_tensor: (1, "data")
 }  # fmt: skip
-"""Functions that discard their data on the meta device before any operator runs, and which argument the data are.
+"""Functions that discard their data on the meta device before any operator runs, with the place and name of the data.
 
-``Tensor.new`` is one more, where it is not given sizes.
+``Tensor.new`` is another such function, unless it is called with sizes.
 """
 
 _INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
@@ -73,8 +73,8 @@ class WriteRecorder(DispatchMode):
         self.written = RecordedWrites()
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no storage is freed and its address used again
-        self._copied: list[tuple[Tensor, int]] = []  # by the host's tensor: the place of the call that copied it
-        self._arrays: list[tuple[np.ndarray[Any, Any], bytes]] = []  # each array of read values, and its bytes then
+        self._copied: list[tuple[Tensor, int]] = []  # (tensor on the host, index of the call that copied it)
+        self._arrays: list[tuple[np.ndarray[Any, Any], bytes]] = []  # (array of read values, its bytes at that time)
         self._num_draws = 0
         self._inits = _FunctionRecorder(self)
 
@@ -88,14 +88,14 @@ class WriteRecorder(DispatchMode):
         self._inits.__exit__(*failure)
 
     def of(self, tensor: Tensor) -> RecordedValues:
-        """Returns the record of how the meta tensor ``tensor`` is filled. It also gets the writes that follow."""
+        """Returns the record of how the meta tensor ``tensor`` is filled; later writes are added to the record."""
         return RecordedValues(self.written, self._view(tensor))
 
     def read(self, tensor: Tensor) -> Tensor:
         """Returns a meta tensor's values on the host, for a constructor that reads them back.
 
-        Raises: NoValuesError: they depend on random numbers, which are drawn when the seed is known, or were never
-            written as a whole.
+        Raises: NoValuesError: the values depend on random numbers, which are drawn only once the seed is known, or some
+            of them were never written.
         """
         recorded = self.of(tensor)
         if recorded.can_be_read():
@@ -139,8 +139,8 @@ class WriteRecorder(DispatchMode):
     def check_kept(self) -> None:
         """Raises NoValuesError if the constructor has changed values on the host after they were recorded.
 
-        That is a write to a tensor after it had become the data of a parameter (:meth:`on_meta`), or to an array that
-        ``numpy()`` had returned (:meth:`array`). The meta tensor would not get such a write.
+        The constructor may have written to a tensor after it had become the data of a parameter (:meth:`on_meta`), or
+        to an array that ``numpy()`` had returned (:meth:`array`). The meta tensor would not get such a write.
         """
         for array, before in self._arrays:
             if array.tobytes() != before:
@@ -171,12 +171,12 @@ class WriteRecorder(DispatchMode):
         named = {key: value for key, value in named.items() if key != "tensor"}
         generator = named.pop("generator", None)
         own = generator is not None and _is_own(generator)
-        by_default = not own and name != "dirac_"  # which alone draws nothing
+        by_default = not own and name != "dirac_"  # dirac_ draws nothing
         self._num_draws += by_default
         if own:
             state = _state_of(generator)
             with torch.device("cpu"):
-                getattr(nn.init, name)(view.of({}), **named, generator=generator)  # the next draw is another
+                getattr(nn.init, name)(view.of({}), **named, generator=generator)  # only to advance the generator
             named["generator"] = state
         whole = storage if view.is_whole() else frozenset[int]()
         call = WriteCall(f"nn.init.{name}", (view,), named, (None,), storage, whole, frozenset(),
@@ -184,7 +184,7 @@ class WriteRecorder(DispatchMode):
         self._add(call)
 
     def mark(self) -> None:
-        """Attaches to each storage the record of its writes, for tensors that no module has registered."""
+        """Attaches the record of its writes to each storage, for tensors that no module has registered."""
         for storage in self._kept:
             setattr(storage, RECORDED, (self.written, self._numbers[storage._cdata]))
 
@@ -202,7 +202,8 @@ class WriteRecorder(DispatchMode):
         args, named = tree_map_only(Tensor, self._argument, (args, named))
         leaves = tree_leaves((args, named), is_leaf=lambda leaf: isinstance(leaf, StorageView))
         counts = Counter(leaf.storage for leaf in leaves if isinstance(leaf, StorageView))
-        reads = counts - Counter(view.storage for view in targets)  # one that is read and written is given twice
+        # a storage that is only written occurs once in the arguments, one that is also read twice
+        reads = counts - Counter(view.storage for view in targets)
         by_default = draws and named.get("generator") is None
         self._num_draws += by_default
         call = WriteCall(
@@ -217,7 +218,7 @@ class WriteRecorder(DispatchMode):
         self.written.calls.append(call)
 
     def _advanced(self, function: Any, args: Any, named: dict[str, Any]) -> RngState:
-        """Draws once and discards, so that a generator's next draw is another; returns its state before that."""
+        """Draws once from a generator, so that its next draw is another; returns its state before the draw."""
         written = {id(tensor) for tensor in written_arguments(function, args, named, Tensor)}
 
         def on_host(leaf: Any) -> Any:
@@ -269,7 +270,7 @@ def _state_of(generator: torch.Generator) -> RngState:
 class _FunctionRecorder(TorchFunctionMode):
     """Tells a recorder of writes that run no operator: tensors made from lists, and ``nn.init`` on meta tensors.
 
-    Some of those look at ``tensor.is_meta`` and return at once.
+    The functions of ``nn.init`` read ``tensor.is_meta`` and return at once for meta tensors.
     """
 
     def __init__(self, recorder: WriteRecorder) -> None:
@@ -289,7 +290,7 @@ class _FunctionRecorder(TorchFunctionMode):
         try:
             result = function(*args, **(kwargs or {}))
         except RuntimeError as failure:
-            # torch raises NotImplementedError, in many words, where the shape of a result depends on values
+            # torch raises NotImplementedError if the shape of a result depends on values
             if "meta tensor" not in str(failure) and not isinstance(failure, NotImplementedError):
                 raise
             name = getattr(function, "__name__", str(function))
@@ -297,7 +298,7 @@ class _FunctionRecorder(TorchFunctionMode):
         if from_meta and isinstance(result, np.ndarray):
             return self.recorder.array(result)
         if result is True and function == _IS_META:
-            frame = sys._getframe(1)  # the function of nn.init that asks: its locals are its arguments
+            frame = sys._getframe(1)  # the function of nn.init that reads is_meta; its locals are its arguments
             code = frame.f_code
             if frame.f_globals.get("__name__") == nn.init.__name__:
                 names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -306,16 +307,16 @@ class _FunctionRecorder(TorchFunctionMode):
             number, name = _FROM_DATA[function]
             data = args[number] if number < len(args) else (kwargs or {})[name]
             if not isinstance(data, Tensor):
-                result.copy_(torch.asarray(data, dtype=result.dtype, device="cpu"))  # seen by the recorder
+                result.copy_(torch.asarray(data, dtype=result.dtype, device="cpu"))  # a write that the recorder sees
         elif function == Tensor.new and result.is_meta and len(args) > 1 and _is_data(args[1]):
             result.copy_(torch.tensor(args[1], dtype=result.dtype, device="cpu"))
         return result
 
 
 def _without_lists(index: Any) -> Any:
-    """Returns an index with tensors on the host for its lists, which torch discards on the meta device.
+    """Returns an index whose lists are replaced by host tensors, because torch discards lists on the meta device.
 
-    Raises: NoValuesError: lists inside a list, which torch reads as a tuple or as a tensor.
+    Raises: NoValuesError: the index is a list with lists inside, which torch may read as a tuple or as a tensor.
     """
     if isinstance(index, tuple):
         return tuple(_as_tensor(part) for part in index)
@@ -333,12 +334,12 @@ def _without_lists(index: Any) -> Any:
     return _as_tensor(index)
 
 
-def _is_data(given: Any) -> bool:
-    return isinstance(given, Sequence | np.ndarray) and not isinstance(given, str | bytes | torch.Size)
+def _is_data(value: Any) -> bool:
+    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes | torch.Size)
 
 
 def _as_tensor(index: Any) -> Any:
     if not _is_data(index):
         return index
     tensor = torch.as_tensor(index, device="cpu")
-    return tensor if tensor.numel() else tensor.long()  # a list of nothing would be of floats
+    return tensor if tensor.numel() else tensor.long()  # torch makes an empty list a tensor of floats

@@ -154,14 +154,14 @@ def build_with_loss(name: str, settings: Mapping[str, object]) -> tuple[nn.Modul
     factory = load_named(name)
     try:
         parameters = inspect.signature(factory).parameters
-    except (ValueError, TypeError):  # what is written in C may have no signature: then it refuses settings itself
+    except (ValueError, TypeError):  # a factory written in C may have no signature; it refuses wrong settings itself
         parameters = None
     if parameters is not None and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
         check_known(name, settings, list(parameters))
     try:
         hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
-    except Exception:  # annotations are text of the user's, which is evaluated
-        hints = {}  # annotations that cannot be resolved: text values are then parsed as literals
+    except Exception:  # the user's annotations may be text, whose evaluation can raise any error
+        hints = {}  # without type hints, settings given as text are parsed as literals
     arguments = {key: parse_value(key, value, hints.get(key)) for key, value in settings.items()}
     try:
         with FACTORY:

@@ -59,7 +59,7 @@ class SumLoss(nn.Module):
                 fix="leave out reduction, or write loss=lambda output, targets: "
                 f"(torch.nn.{name}(reduction='sum')(output, targets), {count})",
             )
-        self.loss = copy(loss)  # the caller's stays as it is
+        self.loss = copy(loss)  # the caller's loss is not changed
         self.loss.reduction = "none"  # type: ignore[assignment]
 
     def _text(self) -> str:
@@ -159,7 +159,7 @@ def _check_arguments(loss: Callable[..., Any]) -> None:
     """Raises PlanError if a loss does not take two arguments, as torch's triplet, CTC and Gaussian losses do not."""
     try:
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss, follow_wrapped=False)
-    except (TypeError, ValueError):  # of native code
+    except (TypeError, ValueError):  # native code may have no signature
         return
     try:
         signature.bind(None, None)

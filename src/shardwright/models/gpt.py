@@ -20,7 +20,7 @@ from shardwright.models.attention import Attention, check_heads
 from shardwright.models.eval_mode import eval_mode
 from shardwright.models.settings import check_fraction, check_sizes
 
-_STD = 0.02  # of the normal distribution of GPT-2's initial weights
+_STD = 0.02  # the standard deviation of GPT-2's initial weights, which are normally distributed
 
 
 MOST_LAYERS = 10_000

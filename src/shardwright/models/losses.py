@@ -113,9 +113,9 @@ def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
 
 
 def check_count(count: Tensor) -> None:
-    """Raises PlanError if the count of a loss requires a gradient, which is lost where the mean is taken afterwards.
+    """Raises PlanError if the count of a loss requires a gradient, which would be lost.
 
-    Ranks and microbatches run their backwards on sums, before the count of all is known.
+    Ranks and microbatches run their backwards on sums; the mean, by the count of all, is taken only afterwards.
 
     >>> check_count(torch.ones(1, requires_grad=True).sum())
     Traceback (most recent call last):
@@ -146,7 +146,7 @@ def mean_of(loss_sum: Tensor, count: Count) -> tuple[Tensor, Count]:
 def check_same_shape(name: str, shape: torch.Size, other_name: str, other_shape: torch.Size, or_else: str = "") -> None:
     """Raises PlanError unless both shapes are equal, since broadcasting in a loss is always a mistake.
 
-    ``or_else`` is what else may mend it, for the error.
+    ``or_else`` is text on another way to mend it, which the error's fix ends with.
 
     >>> check_same_shape("outputs", torch.Size([2, 1]), "targets", torch.Size([2]))
     Traceback (most recent call last):

@@ -36,8 +36,9 @@ class ModelLoss(nn.Module):
     ``shifted`` says that the model predicts the next token, and so leaves out the first label of each sequence. By
     default the ``loss_type`` of a model of transformers, or the loss that its forward calls, says so where one class of
     losses stands behind it: causal language models shift, and masked ones and classifiers do not. Models for
-    conditional generation are of both kinds: Llava shifts, and T5 does not. A mean whose targets are counted wrongly
-    would weigh ranks with fewer targets wrongly, so a model that does not say is an error for labels of sequences.
+    conditional generation are of both kinds: Llava shifts, and T5 does not. If targets were counted wrongly, ranks with
+    fewer targets would get a wrong weight in the mean. So if a model does not say whether it shifts, labels of
+    sequences are an error.
 
     ``over="samples"`` says that the loss is a mean over samples, however many labels each has, as the CTC loss of
     speech models with ``ctc_loss_reduction="mean"`` is. ``labels`` may then be any input with a row for each sample,
@@ -81,8 +82,8 @@ class ModelLoss(nn.Module):
     def for_model(self, model: nn.Module) -> ModelLoss:
         """Returns this loss for ``model``; if ``shifted`` is None, the model's ``loss_type`` decides it where it can.
 
-        A model of transformers without one, such as GPT-2, whose forward calls ``loss_function`` gets the default of
-        transformers there, the loss of causal language models.
+        If a model of transformers has no ``loss_type``, as GPT-2, and its forward calls ``loss_function``, that is the
+        default of transformers, the loss of causal language models.
         """
         kind = getattr(model, "loss_type", None)
         if self.shifted is not None or self.over == "samples":
@@ -166,13 +167,13 @@ class MeanLoss(nn.Module):
 
 
 _DTYPE = "_dtype_of_mean"
-"""The name of an attribute of a loss sum: the dtype of the mean loss from which it was made, before it was float64."""
+"""The attribute of a loss sum that holds the dtype of the mean loss from which the float64 sum was made."""
 
 
 def sum_of_mean(mean: Any, targets: Any, ignore_index: int | None = None) -> tuple[Tensor, Tensor]:
     """Returns a mean loss as a sum and a count of targets; a mean over no targets, which is NaN, as a sum of 0.
 
-    The sum is in float64, so that the mean of it, and the gradient through both, are those of ``mean`` to the last bit.
+    The sum is in float64, so that dividing it by the count gives ``mean``, and its gradient, to the last bit.
 
     Raises: PlanError: ``mean`` is no tensor of one number, or ``targets`` is no tensor.
     """
@@ -229,7 +230,8 @@ def loss_in(output: Any) -> Tensor | None:
 
 def _loss_of(output: Any) -> Tensor:
     loss = loss_in(output)
-    if loss is None and isinstance(output, tuple):  # who takes it for the loss says so by ModelLoss; it may be a term
+    # only for ModelLoss, by which the user says that the model returns its loss: elsewhere a number may be a mere term
+    if loss is None and isinstance(output, tuple):
         numbers = [entry for entry in output if isinstance(entry, Tensor) and not entry.dim()]
         loss = numbers[0] if len(numbers) == 1 else None
     if loss is None:

@@ -49,7 +49,7 @@ def _statistics(x_NCS: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, Tensor, Te
         count = counts_A1.sum()
         weights_A1 = counts_A1 / count.clamp(min=1)
         mean_C = (weights_A1 * means_AC).sum(dim=0)
-        mean_C = mean_C + (weights_A1 * (means_AC - mean_C)).sum(dim=0)  # again: now only differences are rounded
+        mean_C = mean_C + (weights_A1 * (means_AC - mean_C)).sum(dim=0)  # once more, to add the digits lost to rounding
         m2_C = m2s_AC.sum(dim=0) + (counts_A1 * (means_AC - mean_C).square()).sum(dim=0)
     return count, mean_C, m2_C
 
@@ -158,7 +158,7 @@ class _SharedForward:
         module._check_input_dim(input)
         wide = torch.promote_types(
             input.dtype, torch.float32
-        )  # the statistics' dtype, also where layers compute in bf16
+        )  # the dtype of statistics, even if layers compute in bf16
         affine = (module._parameters[name] for name in ("weight", "bias"))
         w_C, b_C = (None if parameter is None else parameter.to(wide) for parameter in affine)
         mean_C, var_C = buffers.get("running_mean"), buffers.get("running_var")

@@ -1,9 +1,9 @@
 """Halo exchange: convolutions, pooling and upsampling of pictures whose rows are sharded over ranks.
 
-Each rank computes some rows of the output, and receives the input rows that these read and other ranks hold, the
+Each rank computes some rows of the output. It receives the input rows that these rows read and other ranks hold, the
 *halo*; :mod:`~shardwright.operators.picture_rows` computes which rows these are. The concatenation of own and received
-rows is not saved for the backward: its parts are, and the own part is saved anyway by the operator that made it. Used
-by the spatial strategy.
+rows is not saved for the backward. Its parts are saved instead, because the own part costs no memory: the operator that
+made it saves it anyway. Used by the spatial strategy.
 
 B batch, C channels, h this rank's rows of H, W columns
 """
@@ -63,7 +63,7 @@ class _HaloPieces:
         """
         outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         pack_other, unpack_other = outer or (_identity, _identity)
-        # torch keeps the hooks as long as the graph: they must not hold the joined tensor itself
+        # torch keeps the hooks as long as the graph, so they must hold no reference to the joined tensor
         joined_at = (whole.data_ptr(), whole.shape, whole.stride())
         self.versions = [part._version for part in self.parts]
 
@@ -120,7 +120,7 @@ class _Halo(Function):
         dx = dy.new_zeros(_shape(dy, dim, held[1] - held[0]))
         for source in (me, *_others(axis)):
             gradients = dy_by_holder[me] if source == me else received[source]
-            # one by one: several members, or several windows of one, may read the same row
+            # added one by one, because several ranges may contain the same row
             for part, gradient in zip(_slices(dx, dim, held, reading.given(me, source)), gradients, strict=True):
                 part.add_(gradient)
         return dx, None, None, None
@@ -177,7 +177,7 @@ def _compute(
     first, stop = resize.span(outputs, size)
     num = outputs[1] - outputs[0]
     before = after = 0
-    if num == 0:  # this rank still sends its rows: it computes one output of zeros and drops it
+    if num == 0:  # no outputs, but others need its rows: it computes one output of zeros and drops it
         before = resize.reach
     elif resize.border == "constant":
         before, after = min(max(0, -first), stop - first), min(max(0, stop - size), stop - first)
@@ -259,7 +259,7 @@ def halo_convolution(
     cut = dim - 2
     border = cast(Border, "constant" if padding_mode == "zeros" else padding_mode)
     window = SlidingWindow(weight.shape[dim], strides[cut], befores[cut], dilations[cut], afters[cut], border)
-    befores[cut] = afters[cut] = 0  # along the cut dim the borders are part of the rows read
+    befores[cut] = afters[cut] = 0  # along the cut dim the joined rows contain the borders
     around = [size for pair in zip(reversed(befores), reversed(afters), strict=True) for size in pair]
     apart = any(around) and (border != "constant" or befores != afters)
     convolve = getattr(functional, f"conv{num_dims}d")
@@ -388,7 +388,7 @@ def whole_rows(x_BChW: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 2) -
     Traffic: forward, one all-gather of the whole picture; backward, none.
     """
     whole = cut_to_whole(x_BChW, axis, dim, sizes)
-    # a gathered picture is a view, which code that follows must not write into
+    # a copy, because the gathered picture is a view, and later code may write into the result
     return whole.clone(memory_format=torch.contiguous_format) if axis.size > 1 else whole
 
 

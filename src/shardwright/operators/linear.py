@@ -188,7 +188,8 @@ class GridProduct:
         """
         if not self.take and not self.give and not self.fetch:
             return functional.linear(x, w_hk, bias_h)
-        # a compiler drops calls whose results are not used, and a gathered weight's gradient is no result
+        # A compiler drops calls whose results are not used, and the gradient of a gathered weight is no result of the
+        # backward. So without an input gradient such a call runs uncompiled.
         if (
             self.traced is not None
             and torch.compiler.is_dynamo_compiling()
@@ -214,7 +215,7 @@ class _GridLinear(Function):
         if not product.overlap:
             pending.wait()
         whole_w_hk = weight.wait()
-        # where the first sum cuts features, Y is computed in panels, one for each member
+        # if the first sum reduce-scatters features, Y is computed in panels, one for each member
         cuts_features = bool(product.give) and product.give[0].layout == "features"
         out_sizes = product.give[0].sizes() if cuts_features else (whole_w_hk.shape[0],)
         ys = _multiply(panels, own, pending, whole_w_hk, bias_h if product.bias_here else None, out_sizes)

@@ -90,7 +90,7 @@ def multihead(
     q_BnLd, k_BnSd, v_BnSd = (x.unflatten(-1, (len(part.heads), -1)).transpose(1, 2) for x in projected)
     if is_causal and attn_mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
-    causal = is_causal and key_padding_mask is None and not need_weights  # then torch ignores the mask for its own
+    causal = is_causal and key_padding_mask is None and not need_weights  # then torch makes its own causal mask
     mask = None if causal else _merged_mask(module, part, query.dtype, key_padding_mask, attn_mask)
     y_BnLd, weights = _attend(
         module, part.shares, q_BnLd, k_BnSd, v_BnSd, mask, causal=causal, need_weights=need_weights
@@ -142,7 +142,7 @@ def _merged_mask(
     merged = None
     if mask is not None:
         merged = _to_added(mask, dtype, part)
-        if merged.dim() == 3:  # samples and heads in one dim: gathered by samples, then cut by heads
+        if merged.dim() == 3:  # dim 0 is samples x heads: gather samples, then pick heads
             by_sample = merged.unflatten(0, (-1, module.num_heads))
             by_sample = take(by_sample.flatten(1), part.rows).unflatten(1, by_sample.shape[1:])
             merged = by_sample[:, list(part.heads)]
@@ -152,7 +152,7 @@ def _merged_mask(
         padding_B11S = padding_BS[:, None, None]
         merged = padding_B11S if merged is None else merged + padding_B11S
     if merged is not None and merged.requires_grad and not part.is_first:
-        merged = merged.view_as(merged)  # a hook on a leaf would stay after this call
+        merged = merged.view_as(merged)  # a new tensor: a hook on the user's leaf would remain
         merged.register_hook(torch.zeros_like)  # ranks that share a head have equal gradients: one contributes it
     return merged
 
@@ -188,7 +188,7 @@ def _attend(
     if shares is not None:
         scores_BnLS = partial_to_whole(scores_BnLS, shares)
     scores_BnLS = masked(scores_BnLS, mask, causal=causal)
-    # as torch: a query that sees no key gets NaN if weights are wanted, and zeros if not
+    # as in torch, a query that sees no key gets NaN if the caller wants weights, and else zeros
     weights_BnLS = scores_BnLS.softmax(dim=-1) if need_weights else softmax_of_seen(scores_BnLS)
     weights_BnLS = weights_BnLS if drop is None else drop(weights_BnLS)
     if shares is not None:
@@ -199,7 +199,7 @@ def _attend(
 def _whole_weights(weights_BnLS: Tensor, part: HeadShard, num_heads: int, *, average: bool) -> Tensor:
     """Returns the attention weights of all heads, or their mean, for this rank's own samples."""
     if not part.is_first:
-        weights_BnLS = weights_BnLS * 0  # adds nothing to the sum, but stays in the graph, whose backward sends
+        weights_BnLS = weights_BnLS * 0  # 0 in the sum; still in the graph, since its backward sends
     if average:
         return give(weights_BnLS.sum(dim=1) / num_heads, part.give)
     shape = (weights_BnLS.shape[0], num_heads, *weights_BnLS.shape[2:])

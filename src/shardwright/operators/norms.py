@@ -26,15 +26,15 @@ FeatureSplit = tuple[Axis, tuple[int, ...]]
 def _statistics(x_Nf: Tensor, splits: Sequence[FeatureSplit]) -> tuple[Tensor, Tensor]:
     """Returns each token's mean over all features, and its sum of squared differences from that mean."""
     mean_N = x_Nf.mean(dim=1)
-    mean_N = mean_N + (x_Nf - mean_N.unsqueeze(1)).mean(dim=1)  # adds the digits that a large mean has lost
+    mean_N = mean_N + (x_Nf - mean_N.unsqueeze(1)).mean(dim=1)  # adds digits that rounding of a large mean lost
     m2_N = (x_Nf - mean_N.unsqueeze(1)).square().sum(dim=1)
     for axis, counts in splits:
         statistics_A2N = axis.all_gather(torch.stack((mean_N, m2_N)).unsqueeze(0))
         means_AN, m2s_AN = statistics_A2N[:, 0], statistics_A2N[:, 1]
         counts_A1: Tensor | int = counts[0]
-        if len(set(counts)) > 1:  # made on the device: a copy from the host would wait
+        if len(set(counts)) > 1:  # made on the device, to avoid a blocking copy from the host
             counts_A1 = torch.cat([x_Nf.new_full((1, 1), count) for count in counts])
-        # around one of the means, so that only differences are averaged
+        # averages differences from the first mean, which loses fewer digits than averaging the means
         mean_N = means_AN[0] + ((means_AN - means_AN[0]) * counts_A1).sum(dim=0) / sum(counts)
         m2_N = m2s_AN.sum(dim=0) + ((means_AN - mean_N).square() * counts_A1).sum(dim=0)
     return mean_N, m2_N
@@ -63,13 +63,13 @@ class _CutNorm(Function):
             for axis, _ in splits:
                 squares_N = axis.all_reduce(squares_N)
         scale_N = (squares_N / size + eps).rsqrt_()
-        # only centered features are a tensor of their own; else x_Nf may be the layer's input
+        # in place only if the features were centered: otherwise x_Nf may be the layer's input
         normed_Nf = x_Nf.mul_(scale_N.unsqueeze(1)) if centered else x_Nf * scale_N.unsqueeze(1)
         ctx.save_for_backward(normed_Nf, scale_N, w_f)
         ctx.size, ctx.splits, ctx.dtype, ctx.centered = size, splits, x.dtype, centered
         y_Nf = normed_Nf if w_f is None else normed_Nf * w_f
         y_Nf = y_Nf if b_f is None else y_Nf + b_f
-        # code that follows may write into the output: it is no view, and not the tensor that the backward keeps
+        # later code may write into the output, so it must be neither a view nor the tensor saved for the backward
         y_Nf = y_Nf.clone() if y_Nf is normed_Nf and x.dtype == y_Nf.dtype else y_Nf.to(x.dtype)
         return y_Nf.view(x.shape).detach()
 
@@ -144,7 +144,7 @@ class FeatureNorm(NamedTuple):
     run: Callable[[Any, Tensor, int, Sequence[FeatureSplit]], Tensor]
     """A function of (module, this rank's shard, number of all features, splits) that returns the normalized shard."""
     combines: Literal["all_gather", "all_reduce"]
-    """The collective of each axis in the forward, by which statistics of all features are had from those of shards."""
+    """The collective over each axis in the forward that combines the shards' statistics into those of all features."""
     num_statistics: int
     """The numbers of each token in that collective, on each rank."""
     num_sums: int
@@ -157,7 +157,7 @@ class FeatureNorm(NamedTuple):
 
 
 def _layer_norm(module: Any, x_f: Tensor, size: int, splits: Sequence[FeatureSplit]) -> Tensor:
-    own = module._parameters  # past the class that refuses to let other code read them
+    own = module._parameters  # read directly: attribute reads may be guarded
     return cut_layer_norm(x_f, own["weight"], own["bias"], eps=module.eps, size=size, splits=splits)
 
 

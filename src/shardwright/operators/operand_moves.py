@@ -173,7 +173,7 @@ def scatter(panels: Sequence[Tensor], moves: Sequence[MoveStep]) -> Pending[Tens
         elif layout == "rows":
             pending = axis.reduce_scatter_async(y, 0, sizes)
         else:
-            if parts is not panels or len(panels) == 1:  # the caller's panels are parts of the first move only
+            if parts is not panels or len(panels) == 1:  # only the first move may use the given panels
                 parts = y.split(list(sizes), dim=1)
             pending = axis.reduce_scatter_parts_async(parts)
         parts = ()

@@ -1,4 +1,4 @@
-"""Multiplies by a weight of which a rank has its own output features and, beside them, features that all ranks have.
+"""Multiplies by a weight whose output features on a rank are partly the rank's own and partly on all ranks.
 
 ::
 

@@ -62,7 +62,7 @@ class SlidingWindow:
         if not self.ceil:
             return room // self.stride + 1
         num = -(-room // self.stride) + 1
-        return num - 1 if (num - 1) * self.stride >= size + self.padding else num  # the last would see padding alone
+        return num - 1 if (num - 1) * self.stride >= size + self.padding else num  # its last window is all padding
 
     def span(self, outputs: Range, size: int = 0) -> Range:
         """Returns the input rows (first, stop) that the rows ``outputs`` read.
@@ -208,7 +208,7 @@ def runs_of(span: Range, size: int, border: Border) -> Runs:
     above, below = range(first, min(stop, 0)), range(max(first, size), stop)
     runs: list[Range] = []
     for run in (*(_mirrored(r, size, border) for r in above), *inside, *(_mirrored(r, size, border) for r in below)):
-        if runs and runs[-1][1] == run[0]:  # rows that follow each other travel as one range
+        if runs and runs[-1][1] == run[0]:  # consecutive rows are joined to one range
             runs[-1] = runs[-1][0], run[1]
         else:
             runs.append(run)

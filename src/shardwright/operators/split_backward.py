@@ -129,7 +129,7 @@ def _linear(layer: Any, deferred: DeferredGradients, input: Tensor) -> Tensor:
     if _autocasts(input):
         return nn.functional.linear(input, weight, bias)
     y: Tensor = _Linear.apply(input, weight, bias, deferred, (weight, bias))
-    if is_of_rows(input):  # no function of torch, which would be seen
+    if is_of_rows(input):  # a Function is unseen by the mode SelectedRows
         give_rows(y, rows_of(input))
     return y
 
@@ -141,9 +141,7 @@ class _Linear(Function):
     ) -> Tensor:
         ctx.save_for_backward(x, w_hk)
         ctx.deferred, ctx.owners = deferred, owners
-        return nn.functional.linear(
-            x, w_hk, bias_h
-        ).detach()  # no view: the code that follows may write into it in place
+        return nn.functional.linear(x, w_hk, bias_h).detach()  # no view, since later code may write into it in place
 
     @staticmethod
     @once

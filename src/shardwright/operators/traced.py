@@ -252,7 +252,8 @@ def define_operators() -> None:
         library = torch.library.Library("shardwright", "FRAGMENT")
         for schema, (run, shapes) in _OPERATORS.items():
             name = schema.partition("(")[0]
-            # so that a backward does not repeat the call; what calls a dropout twice is not compiled: drops_twice
+            # The tag keeps a backward from repeating a dropout's call. Code that calls a dropout twice is not compiled
+            # (drops_twice).
             library.define(schema, tags=(torch.Tag.nondeterministic_seeded,) if name == "factors" else ())
             library.impl(name, run, "CompositeExplicitAutograd")
             torch.library.register_fake(f"shardwright::{name}", shapes, lib=library)

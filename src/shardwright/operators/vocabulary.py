@@ -138,12 +138,13 @@ def cut_cross_entropy(
     label_smoothing: float,
     take: Sequence[OperandMove] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Computes cross entropy of logits whose classes are sharded over ``axes``: of each token, 0 where it is ignored.
+    """Computes the cross entropy of each token, from logits whose classes are sharded over ``axes``.
 
-    Tokens whose target is ``ignore_index`` do not count. This rank's classes, of ``vocabulary`` in all, begin at
-    ``start``. The ranks exchange their largest logit, their sum of exponentials, the target's logit and, with label
-    smoothing, the sum of their logits; from these each computes its shard of the softmax. If the logits are of more
-    samples than this rank's own, ``take`` gathers the targets too; the losses are of this rank's own samples.
+    A token whose target is ``ignore_index`` has a loss of 0 and does not count. This rank's classes, of ``vocabulary``
+    in all, begin at ``start``. The ranks exchange their largest logit, their sum of exponentials, the target's logit
+    and, with label smoothing, the sum of their logits; from these each computes its shard of the softmax. If the logits
+    are of more samples than this rank's own, ``take`` gathers the targets too; the losses are of this rank's own
+    samples.
 
     Shapes: logits_v (samples, ..., V / cut); targets (own samples, ...); returns (tokens) and a 0-d int64 count.
     Traffic: forward, one all-gather over each axis of three numbers for each token, four with label smoothing; for

@@ -58,7 +58,7 @@ class CallGuard:
         def around(forward: Forward) -> Forward:
             @wraps(forward)
             def run(*args: Any, **named: Any) -> Any:
-                if torch.compiler.is_dynamo_compiling():  # names would make blocks alike different code
+                if torch.compiler.is_dynamo_compiling():  # else equal blocks would compile once per path
                     return forward(*args, **named)
                 self._paths.append(path)
                 try:
@@ -108,8 +108,8 @@ class CallGuard:
     def _is_allowed(self, allowed: AllowedCallers) -> bool:
         if allowed.is_caller(self._paths, self.containers):
             return True
-        # a backward recomputes single modules, and a pipeline stage runs calls of a module without its forward:
-        # of these the callers outside are missing from the paths
+        # ``_paths`` lacks outer callers in two cases: a backward recomputes a single module, or a pipeline stage runs a
+        # module's calls one by one, without the module's forward.
         recomputes = torch._C._current_graph_task_id() != -1
         if not recomputes and allowed.owner not in self.apart:
             return False
@@ -215,7 +215,7 @@ def _guarded_kind(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
                     return GhostWeight.of(weight, path, name) if forward.active and weight is not None else weight
             raise AttributeError(name)
 
-        def write(self: nn.Module, value: Any) -> None:  # in place of a parameter that was removed, as pruning does
+        def write(self: nn.Module, value: Any) -> None:  # pruning sets a tensor in place of a parameter
             vars(self)[name] = value
 
         return property(read, write)

@@ -111,32 +111,32 @@ def parallelize(
             text among its attributes may be changed between steps. ``sw.MeanLoss(function)`` takes a function that
             returns a mean, and ``sw.ModelLoss()`` the loss that the model itself computes.
         seed: fixes initial values and dropout, equally under every layout.
-        num_tokens: tokens of one microbatch of one model copy; some tensor-parallel modes compare by it the cost of
-            sending activations with that of sending weights. By default those of ``example``, as ``plan`` and
-            ``verify`` count them, and without an example 4096.
+        num_tokens: tokens of one microbatch of one model copy; some tensor-parallel modes use it to compare the cost of
+            sending activations with that of sending weights. By default the tokens of ``example``, counted as ``plan``
+            and ``verify`` count them, or 4096 without an example.
         strategies: the strategies to use instead of those that the layout selects.
         roles: "column", "row" or "copied" for single layers, by patterns of names; they override the roles that the
             analysis of the model chooses under ``tp``.
-        example: the inputs of a global batch, the same on every rank, by which the model's own code is checked here;
-            without it that is done in the first step, which runs the forward, with the hooks on its modules, once more
-            or several times on tensors without values. Of tensors only shapes and dtypes are read, so
-            give ``torch.zeros(...)``: ``next(iter(loader))`` draws from the loader's random generator. Only for a model
-            whose code needs values of inputs, as one of images and text looks for the tokens of its images, give a
-            real batch. Stages are balanced by the cost of layers on it, and modes that would leave ranks without a
-            sample cut sequences instead, if the model allows it.
+        example: the inputs of a global batch, the same on every rank. The model's own code is checked on them here.
+            Without an example it is checked in the first step, which runs the forward, with the hooks on its modules,
+            once more or several times on tensors without values. Of tensors only shapes and dtypes are read, so give
+            ``torch.zeros(...)``: ``next(iter(loader))`` would draw from the loader's random generator. Give a real
+            batch only for a model whose code needs values of inputs, such as a model of images and text that looks for
+            the tokens of its images. With an example, stages are also balanced by the cost of layers on it, and modes
+            that would leave ranks without a sample cut sequences instead, if the model allows it.
         seconds: forward times by module, from :func:`time_layers`, the same on every rank; they balance the stages.
         stop_at_nan: whether a step with gradients that are not finite raises a PlanError that names a parameter. By
             default the run goes on, as plain torch does, and warns once after an update from a loss that is not finite.
             In fp16 such a step is skipped and counted instead.
         offload_folder: folder for state that the layout offloads to disk, by default the system's temporary folder;
             where that is in memory (tmpfs), name one on a disk.
-        check_every: after how many steps, the first included, ranks compare their copies of parameters, batches,
-            updates and rates, by 8 bytes from each rank; a difference is a PlanError that names the rank. They are also
-            compared in steps 8, 16, 32 and so on, so that short runs are too. 0: never.
+        check_every: the number of steps from one comparison of ranks to the next, 0 for none. In the first step, every
+            ``check_every`` steps, and in steps 8, 16, 32 and so on, ranks compare their copies of parameters, batches,
+            updates and rates, by 8 bytes from each rank. A difference is a PlanError that names the rank.
 
     Rank 0 logs which share of the parameters and FLOPs each factor of the layout cuts. A share under half is logged as
-    a warning, with the largest layers that stay whole and the reasons. A warning also names each axis, such as ``tp``,
-    that sends between nodes in every layer, and says if samples of a batch may meet in code that cannot be recorded.
+    a warning, with the largest layers that stay whole and the reasons. Other warnings name each axis, such as ``tp``,
+    that sends between nodes in every layer, and tell if code cannot be recorded in which samples of a batch may meet.
 
     Traffic: small messages by which ranks check that they were given the same model and can run; no parameter is sent.
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model or the loss is of a kind
@@ -215,7 +215,7 @@ def _started(
     cuts_by_values = job.graph is not None and job.graph.reads_values and layout.factor("tp") is not None
     by_values = cuts_by_values or (plan.reads_values and plan.stages is not None)
     example = job.graph.values if job.graph is not None and by_values else None
-    job = job._replace(graph=None)  # it is read in planning only, and has all operators of the model
+    job = job._replace(graph=None)  # frees the record of all operators of the model, which only planning reads
     if draws is not None:
         check_draws(draws, plan, world)
     everyone = world.everyone()
@@ -231,13 +231,14 @@ def _started(
 def _crossing(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, inputs: Any) -> list[str]:
     """Returns a warning for each axis that cuts operators and crosses nodes, with the bytes that all ranks send.
 
-    Every rank is taken to send what rank 0 does.
+    The bytes are an estimate: every rank is assumed to send as much as rank 0.
     """
     if not set(crossing_pairs(plan.mesh, world.nodes) if world.nodes else ()) & set(mesh_axes("operators")):
         return []
     num_bytes = None
     if inputs is not None:
-        # one rank alone counts, in a forward of the user's code on the meta device: a warning must end no run
+        # rank 0 alone counts bytes, and runs the user's forward on the meta device for it; a warning must not end the
+        # run, so errors are suppressed
         with contextlib.suppress(Exception):
             traffic = StepTraffic(job, plan, chosen, inputs).at(plan.mesh.coord(0))
             calls = [call for strategy_calls in traffic.values() for call in strategy_calls]

@@ -75,7 +75,7 @@ def settle(layout: Layout, price: Callable[[Layout], float]) -> Layout:
         except LayoutError as error:
             errors.append(error)
             continue
-        if best is None or sent < best[0] * (1 - 1e-9):  # equal but for rounding: the simpler one, which came first
+        if best is None or sent < best[0] * (1 - 1e-9):  # of equal ones, but for rounding, the first and simplest stays
             best = (sent, tried)
     if best is None:
         raise errors[0]
@@ -147,10 +147,11 @@ def _extremes(factor: Factor, num_ranks: int) -> list[Factor]:
 
 
 def _factors(factor: Factor, num_ranks: int) -> Iterator[Factor]:
-    """Yields the factor's mode on every grid of ``num_ranks``; if these are all its ranks, also 1D, without ``sp``.
+    """Yields the factor's mode on every grid of ``num_ranks`` ranks, and 1D variants of the factor.
 
-    For plain 1D, without options, it also yields 1D with ``sp``, which cuts the samples too and needs no two layers to
-    be cut together.
+    If ``num_ranks`` is the size of the factor, 1D without ``sp`` and without the mode is yielded too. A plain 1D
+    factor, without options, also yields 1D with ``sp``, which cuts the samples too and needs no two layers to be cut
+    together.
     """
     mode = next((option.name for option in factor.options if option.name in NUM_SIDES), "")
     for sides in shapes(mode, num_ranks):

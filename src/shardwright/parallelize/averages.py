@@ -23,9 +23,9 @@ KEY = "average"
 class Averages:
     """Exponential moving averages of the parameters that an optimizer updates; ``Run.average`` makes them.
 
-    After the optimizer's first step an average is the parameter, as in torch's ``AveragedModel``; after each later one,
-    ``decay`` times itself and ``1 - decay`` times the parameter. A step that fp16 skips does not count. A parameter
-    without a gradient so far has no average yet; the parameter itself is used in its place. Buffers are not averaged.
+    After the optimizer's first step an average equals the parameter, as in torch's ``AveragedModel``. Each later step
+    sets it to ``decay * average + (1 - decay) * parameter``. A step that fp16 skips does not count. A parameter that
+    has had no gradient so far has no average yet; the parameter itself is used in its place. Buffers are not averaged.
 
     With ``from_initial`` an average starts as the parameter is before its first update, as timm's ``ModelEma`` does.
     """
@@ -153,15 +153,19 @@ class RunAverages:
 
     def __init__(self) -> None:
         self._made: WeakSet[Averages] = WeakSet()
-        self._lacked: tuple[int, str] | None = None  # a checkpoint without averages: the step it was loaded at
-        self._to_keep: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()  # until the first step
+        # if the last loaded checkpoint has no averages: the step at which it was loaded, and its path
+        self._lacked: tuple[int, str] | None = None
+        # until the optimizer's first step: the path of the checkpoint from which it has averages that no run keeps yet
+        self._to_keep: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()
 
     def get(
         self, run: RankState, optimizer: torch.optim.Optimizer, decay: float, *, from_initial: bool = False
     ) -> Averages:
-        """Returns the averages of ``optimizer``, made at the first call: its state has one average of each parameter.
+        """Returns the averages of ``optimizer``; the first call makes them.
 
-        Raises: PlanError: there are some with another decay, or another start; and as :class:`Averages`.
+        The optimizer's state holds one average of each parameter.
+
+        Raises: PlanError: the optimizer has averages with another decay or start already; and as :class:`Averages`.
         """
         for made in self._made:
             if made.optimizer is optimizer:
@@ -183,9 +187,9 @@ class RunAverages:
     def note_load(self, run: RankState, optimizer: torch.optim.Optimizer | None, path: str, *, loads: bool) -> None:
         """Warns, on rank 0, if a loaded checkpoint has averages and the run has none, or the reverse.
 
-        ``loads`` says that the checkpoint has averages. Since :meth:`Run.average` may be called after the load, both
-        are known only then, or at the first step of ``optimizer``: averages that a run does not keep are dropped there,
-        before they become old.
+        ``loads`` says that the checkpoint has averages. :meth:`Run.average` may still be called after the load, so the
+        warning may come later: in that call, if the checkpoint has no averages, or in the first step of ``optimizer``,
+        if the run has none. That step also drops the loaded averages, which nothing would update.
         """
         is_first = run.world.rank == 0
         is_averaged = any(made.optimizer is optimizer for made in self._made)

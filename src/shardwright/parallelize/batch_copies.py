@@ -14,10 +14,10 @@ from shardwright.runtime.executor import Microbatch
 
 
 class BatchCopy:
-    """Copies what a rank is given, if several ranks may hold the same tensors (``is_shared``) and code writes to them.
+    """Copies a rank's batches if several ranks may hold the same tensors (``is_shared``) and code writes to these.
 
-    Whether it does is seen in the first training step, until which each rank is given copies. Inputs to predict are
-    those of all samples on every rank: with ``are_threads`` each prediction has copies.
+    The first training step shows whether code writes to them; until then every batch is copied. A prediction takes the
+    inputs of all samples on every rank, so ranks that are threads (``are_threads``) always get copies of them.
 
     >>> import torch
     >>> inputs, given = BatchCopy(is_shared=True), Microbatch(torch.ones(2), torch.zeros(2), range(2), 2)
@@ -34,11 +34,11 @@ class BatchCopy:
         self._is_known = not is_shared
 
     def copied(self, batch: Microbatch) -> Microbatch:
-        """Returns a batch for a step: with copies of its tensors until it is known that nothing writes to them."""
+        """Returns a batch for a step, with copies of its tensors unless it is known that no code writes to them."""
         return replace(batch, inputs=cloned(batch.inputs), targets=cloned(batch.targets)) if self._copies else batch
 
     def copies_of(self, inputs: Any) -> Any:
-        """Returns inputs for a prediction."""
+        """Returns the inputs for a prediction: copies if ranks are threads, otherwise ``inputs`` themselves."""
         return cloned(inputs) if self._are_threads else inputs
 
     def note_writes(self, microbatches: Sequence[Microbatch]) -> None:

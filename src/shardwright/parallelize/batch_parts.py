@@ -30,8 +30,8 @@ from shardwright.runtime.executor import Microbatch
 class BatchParts:
     """Cuts one rank's part out of each global batch: its samples, and of these its tokens if the layout cuts sequences.
 
-    ``batch_shard`` knows which samples and tokens the rank has. If ranks are to find out in a step that they were given
-    different global batches, ``compares`` keeps some elements of each whole batch with its part.
+    ``batch_shard`` knows which samples and tokens the rank has. With ``compares``, each part keeps some elements of its
+    whole batch, so that ranks find out in a step if they were given different global batches.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from shardwright.errors import PlanError
 from shardwright.runtime.executor import Microbatch
 
 Targets = str | int | Callable[[Any], tuple[Any, Any]] | None
-"""What a batch's targets are: a name, a place, a function that returns (inputs, targets), or None: a pair's second."""
+"""Where a batch's targets are: a name, a position, a function that returns (inputs, targets), or None for pairs."""
 
 TARGETS = ("labels", "targets", "target", "label", "y")
 """The keys by which a batch that is a dict may name its targets."""
@@ -35,14 +35,16 @@ def pairs(
 ) -> Iterator[tuple[Any, Any]]:
     """Yields the inputs and targets of each batch, with dict-like classes of other libraries turned into dicts.
 
-    Without ``targets``, each batch is a pair (inputs, targets). A name is that of a key of a mapping (a dict, a
-    ``BatchEncoding``), of a field of a dataclass or of a named tuple; the inputs are then a dict of all others, by
-    which the model is called as ``model(**inputs)``. A number is a place in a tuple or list, such as -1; the inputs are
-    the others, one alone or a tuple of arguments. A function returns the pair itself. ``model`` is what takes the
-    inputs, if that is to be checked, and ``call`` the beginning of the user's call, for errors.
+    Without ``targets``, each batch is a pair (inputs, targets). If ``targets`` is a name, it is a key of a mapping (a
+    dict, a ``BatchEncoding``) or a field of a dataclass or named tuple; the inputs are then a dict of all other values,
+    and the model is called as ``model(**inputs)``. If it is a number, it is a position in a tuple or list, such as -1;
+    the inputs are then the other entries: a single one itself, or a tuple of arguments. If it is a function, that
+    returns the pair. With ``model``, names of inputs are checked against the arguments of the model's forward. ``call``
+    is the beginning of the user's call, for errors.
 
     Raises: PlanError: the loader has split the batches between ranks already, a batch is no pair of inputs and targets,
-        it has no such key, field or place, or the model's forward has no argument of a key; and as :func:`as_tensors`.
+        it has no such key, field or position, or the model's forward has no argument with the name of a key; and as
+        :func:`as_tensors`.
 
     >>> inputs, targets = next(pairs([{"tokens": torch.ones(2), "labels": torch.zeros(2)}], "labels"))
     >>> list(inputs), targets
@@ -280,15 +282,15 @@ def _samplers_of(batches: Any) -> Iterator[Any]:
     """Yields the samplers of a data loader, also of a loader that a generator iterates over."""
     reads = list(batches.gi_frame.f_locals.values()) if isgenerator(batches) and batches.gi_frame is not None else []
     for loader in (batches, *reads):
-        # what iterates over a loader of torch has an index sampler: the loader's batch sampler, or its sampler
+        # torch's iterators over loaders have `_index_sampler`: the loader's batch sampler, or else its sampler
         batch_sampler = getattr(loader, "batch_sampler", None)
-        if batch_sampler is None:  # and not False, as one without a length raises if it is asked
+        if batch_sampler is None:  # not its truth value: that asks for its length, and a sampler without one raises
             batch_sampler = getattr(loader, "_index_sampler", None)
         yield from (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler)
 
 
 def _check_unsplit(batches: Any) -> None:
-    """Raises PlanError for a loader with a distributed sampler, since ranks would take a part of a part of a batch."""
+    """Raises PlanError for a loader with a distributed sampler: each rank would take a part of a part of a batch."""
     for sampler in _samplers_of(batches):
         split = getattr(sampler, "num_replicas", 1)
         if isinstance(sampler, torch.utils.data.Sampler) and split > 1:

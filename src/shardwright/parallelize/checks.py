@@ -43,9 +43,10 @@ def check_given(model: Any, layout: Any, world: Any) -> None:
 
 
 def check_names(model: nn.Module, layout: Layout) -> None:
-    """Raises PlanError for a child that its name does not give, where a layout cuts modules or divides them in stages.
+    """Raises PlanError for a child module that ``module.<name>`` does not return, as the class has such an attribute.
 
-    That is one whose name its class has too, as a child named ``parameters``: ``module.parameters`` is the method.
+    For a child named ``parameters``, for example, ``module.parameters`` is the method. Only layouts that cut modules,
+    or divide them into stages, look children up by name; under others nothing is checked.
     """
     if not any(f.size > 1 and layout_axes()[f.axis].kind in ("operators", "stages") for f in layout.factors):
         return

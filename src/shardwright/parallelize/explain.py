@@ -67,7 +67,7 @@ def why_with_stages(plan: Plan, path: str, why: str) -> str:
         schedule.stage_of[chunk]
         for chunk in range(schedule.num_chunks)
         for call in plan.stages.chunked.calls_of(chunk)
-        if call.startswith(path) or path.startswith(call)  # of most calls it is known at once that they are apart
+        if call.startswith(path) or path.startswith(call)  # a cheap test first, which excludes most calls
         if f"{path}.".startswith(f"{call}.") or f"{call}.".startswith(f"{path}.")
     }
     if not 0 < len(stages) < schedule.num_stages:
@@ -76,17 +76,17 @@ def why_with_stages(plan: Plan, path: str, why: str) -> str:
     return why.replace("every rank computes", f"the ranks of {named} compute")
 
 
-def explain_text(found: Mapping[str, Any]) -> str:
+def explain_text(explanation: Mapping[str, Any]) -> str:
     """Returns the result of :func:`explained`, how one module is parallelized, as text of several lines."""
-    role, rank = found["role"], found["rank"]
+    role, rank = explanation["role"], explanation["rank"]
     by = f" by {role['strategy']}" if role["strategy"] else ""
     lines = [
-        f"'{found['module'] or 'the model'}', {found['class']}, on rank {rank} of {found['layout']}",
+        f"'{explanation['module'] or 'the model'}', {explanation['class']}, on rank {rank} of {explanation['layout']}",
         f"role        {role['name'] or 'copied'}{by}: {role['why']}",
         "",
-        "parameters" if found["parameters"] else "parameters  none of its own",
+        "parameters" if explanation["parameters"] else "parameters  none of its own",
     ]
-    for data in found["parameters"]:
+    for data in explanation["parameters"]:
         local_part = "nothing" if data["held"] is None else f"{data['held']} {data['computes_in']}"
         lines += [
             f"  {data['name']}  whole {data['shape']}",
@@ -94,19 +94,19 @@ def explain_text(found: Mapping[str, Any]) -> str:
             f"    to store    {data['elements_stored']:,} elements {data['stored_in']} on this rank: {data['stored']}",
         ]
     lines += ["", "forward, outermost first"]
-    rows = [(wrapper["rung"], wrapper["module"], wrapper["name"], wrapper["by"]) for wrapper in found["forward"]]
+    rows = [(wrapper["rung"], wrapper["module"], wrapper["name"], wrapper["by"]) for wrapper in explanation["forward"]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for rung, where, name, by in rows:
         lines.append(f"  {rung:{widths[0]}}  {where:{widths[1]}}  {name}" + (f" (by {by})" if by else ""))
-    lines += ["", "sent in a step for its parameters", *(f"  {line}" for line in found["sends"] or ["nothing"])]
+    lines += ["", "sent in a step for its parameters", *(f"  {line}" for line in explanation["sends"] or ["nothing"])]
     return "\n".join(lines)
 
 
 def first_rank_with(plan: Plan, path: str) -> int:
     """Returns the number of the first rank that holds elements of the parameters of a module or its children.
 
-    For a module without parameters it is the first rank that calls the module. If no such rank is found it is 0, as for
-    a module without parameters in a layout without pipeline stages. ``path`` is the module's name.
+    For a module without parameters it is the first rank that calls the module. If no rank is found it is 0, for example
+    for a module without parameters in a layout without pipeline stages. ``path`` is the module's name.
     """
     inside = [use.parameter for use in plan.uses if is_inside(use.module, path)]
     for coord in plan.mesh.coords([axis for axis in plan.mesh.axes if axis in mesh_axes("stages")]):
@@ -153,7 +153,7 @@ def _forward(modules: Mapping[str, nn.Module], path: str) -> Iterator[dict[str, 
 
 
 def _sends(plan: Plan, coord: Coord, name: str) -> Iterator[str]:
-    """Yields lines on the collectives of one step for one parameter: its unshards, reductions of its gradient."""
+    """Yields a text line for each collective of a step for one parameter: its unshards, the sums of its gradient."""
     num_bytes = plan.compute[name].num_elements(coord) * plan.compute_dtypes[name].itemsize
     cut = [axis for axis in plan.state[name].optimizer.axes if axis not in plan.compute[name].axes]
     over = " ".join(axis for axis in cut if plan.mesh[axis] > 1)

@@ -37,7 +37,7 @@ MOST_SLAB_BYTES = 2**24
 
 
 class WeightStore(Protocol):
-    """Whole tensors by name, of which boxes can be read."""
+    """A source of whole tensors by name, from which single boxes of a tensor can be read."""
 
     @property
     def tensors(self) -> StateTable:
@@ -65,10 +65,10 @@ class WeightStore(Protocol):
 
 
 class LoadedWeights(NamedTuple):
-    """The outcome of loading weights: names of the plain model, and names of what was given.
+    """The outcome of loading weights: names of tensors of the plain model, and of the source.
 
-    ``loaded`` and ``missing`` are tensors of the model that were given values, and that were not; a tied tensor is
-    under its first name. ``unexpected`` are names of the source that no tensor of the model has.
+    ``loaded`` are the tensors of the model that were given values, and ``missing`` those that were not; a tied tensor
+    is under its first name. ``unexpected`` are names of the source that no tensor of the model has.
     """
 
     loaded: tuple[str, ...]
@@ -139,7 +139,7 @@ class ReceivedWeights:
         self._now = (name, values.view(dtype).view(shape))
 
     def place(self, name: str) -> object:
-        """Returns None for every name: only the sender could compare tied tensors, and it sends one of them."""
+        """Returns None for every name, so that all names of a tied tensor count as one: only the first one is sent."""
         return None
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -165,7 +165,7 @@ class StateTensor(NamedTuple):
 
 
 class _FoundWeights(NamedTuple):
-    """For each tensor that is loaded, by its first name, all its names in the store; and what does not match."""
+    """The names in the store of each tensor that is loaded, by its first name in the model, and what does not match."""
 
     sources: Mapping[str, tuple[str, ...]]
     missing: tuple[str, ...]
@@ -179,13 +179,13 @@ def fill(
     """Writes the values of a store into the run's parameters and persistent buffers; all ranks call it.
 
     ``open_store`` returns the store on each rank, and ``what`` is its description in errors. ``names`` turns names of
-    the plain model into those of the store; if it is None or "", ``find_names`` may choose it by the names of both.
-    With ``strict``, every tensor of the model must be in the store and every
+    the plain model into those of the store. If it is None or "", ``find_names`` may choose it; it is called with the
+    names of the model and of the store. With ``strict``, every tensor of the model must be in the store and every
     tensor of the store in the model.
 
     Traffic: gathers of names and shapes, and of error texts, as text; one all-reduce of two numbers.
-    Raises: CheckpointError, on every rank: the store cannot be opened, does not fit the model, or is another on another
-        rank, and nothing is changed; or it could not be read to its end, and values are partly overwritten.
+    Raises: CheckpointError, on every rank: the store cannot be opened, does not fit the model, or differs between
+        ranks (nothing is changed then); or it could not be read to its end (values are partly overwritten then).
     """
     everyone = run.axes["world"].for_strategy("state")
     targets, passed_over = state_tensors(run, everyone)
@@ -211,10 +211,10 @@ def fill(
         if not (sources := match.sources.get(target.names[0])):
             continue
         try:
-            store.begin(sources[0])  # on every rank, also after an error
+            store.begin(sources[0])  # on every rank, also after an error, since it may be a collective
             if not problem:
                 _write_parts(run, target, store, sources[0])
-        except Exception as failure:  # as above: a file may vanish at any time
+        except Exception as failure:  # any error again: a file may vanish at any time
             problem = problem or str(_unreadable(what, failure, "values of the run are partly overwritten"))
     try:
         store.end()
@@ -229,7 +229,7 @@ def fill(
 def fill_whole(
     run: RankState, state: Mapping[str, Any], *, strict: bool = True, from_rank: int | None = None
 ) -> LoadedWeights:
-    """Writes whole tensors by their plain names into a run: those of every rank, or those that ``from_rank`` sends.
+    """Writes whole tensors, by their names in the plain model, into a run: each rank's own, or those of ``from_rank``.
 
     Traffic: as :func:`fill`; with ``from_rank`` also a gather of names and shapes, and one broadcast of each tensor.
     Raises: CheckpointError, on every rank: as :func:`fill`.
@@ -328,9 +328,9 @@ def check_names(names: Names, known: Sequence[str]) -> None:
 
 
 def state_tensors(run: RankState, everyone: Axis) -> tuple[list[StateTensor], set[str]]:
-    """Returns every tensor of the plain model's state, in one order on all ranks, and names of buffers that are not.
+    """Returns the tensors of the plain model's state, in one order on all ranks, and names of buffers outside of it.
 
-    All ranks call it. The names are those of buffers that are not persistent.
+    All ranks call it. The buffers outside of the state are those that are not persistent.
 
     Traffic: a gather of names and shapes as text.
     """
@@ -417,23 +417,23 @@ def _matched(
     return _FoundWeights(sources, tuple(name.partition(" (")[0] for name in missing), tuple(unexpected))
 
 
-def _lines(found: Sequence[str], kind: str) -> Iterator[str]:
+def _lines(errors: Sequence[str], kind: str) -> Iterator[str]:
     """Yields the first three of several errors, and a line with the number of the others."""
-    yield from found[:3]
-    if len(found) > 3:
-        yield f"and {len(found) - 3} more {kind}"
+    yield from errors[:3]
+    if len(errors) > 3:
+        yield f"and {len(errors) - 3} more {kind}"
 
 
-def _casts(given: torch.dtype, to: torch.dtype) -> bool:
-    return given == to or (given.is_floating_point and to.is_floating_point)
+def _casts(dtype: torch.dtype, to: torch.dtype) -> bool:
+    return dtype == to or (dtype.is_floating_point and to.is_floating_point)
 
 
 def _check_ties(
     run: RankState, targets: Sequence[StateTensor], store: WeightStore, match: _FoundWeights, what: str
 ) -> None:
-    """Raises CheckpointError if the store has a tied tensor under several names, with other values under one of them.
+    """Raises CheckpointError if the store has a tied tensor under several names, and their values differ.
 
-    Only the first rank that holds a part of the tensor needs to compare it, but each compares its own part.
+    Each rank compares the values of the part of the tensor that it stores.
     """
     for target in targets:
         first, *others = match.sources.get(target.names[0], ("",))

@@ -35,7 +35,7 @@ class FirstBatchChecker:
     """Checks the code of a plain model once a batch is there, as ``parallelize`` does with an example.
 
     The forward is recorded on the meta device, on inputs like those of the first batch that this rank has samples of.
-    A model of torch's and our own layers alone has no code of its own, and is not recorded.
+    A model that consists of layers of torch and of this library alone has no code of its own, and is not recorded.
     """
 
     def __init__(self, job: Job, plan: Plan, world: World, strategies: Sequence[Strategy] | None) -> None:
@@ -50,17 +50,17 @@ class FirstBatchChecker:
     def check(self, inputs: Any, model: nn.Module) -> None:
         """Checks the model's forward on this rank's ``inputs`` of the first batch; later calls return at once.
 
-        It is looked at in the modes, training or evaluation, in which the modules of the run's ``model`` are.
+        The forward is recorded in the modes, training or evaluation, that the modules of the run's ``model`` are in.
 
-        Raises: LayoutError, PlanError: as ``parallelize`` does with an example; or the model draws random numbers that
-            are the same on one device only if an example shows which of them belong to which sample.
+        Raises: LayoutError, PlanError: as ``parallelize`` does with an example; or the model draws random numbers of
+            which only an example would have shown which of them belong to which sample.
         """
         job = self._job
         if job is None or not num_rows(inputs):
             return
         self._job = None
         for path, module in model.named_modules():
-            with suppress(AttributeError):  # of what a strategy has put there
+            with suppress(AttributeError):  # a module that a strategy has added is missing in the plain model
                 job.model.get_submodule(path).training = module.training
         with PLANNING:
             self._look_at(job, _graph(job.model, inputs))
@@ -87,10 +87,10 @@ class FirstBatchChecker:
 
 
 def _check_readers(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
-    """Raises PlanError if code reads a weight that a rank computes with a part of, outside of the layer itself."""
+    """Raises PlanError if code outside of a layer reads the layer's weight, of which a rank has only a part."""
     if not any(role.name not in ("copied", "parts") for role in plan.roles.values()):
         return
-    if graph.failure:  # of which a warning tells
+    if graph.failure:  # warn_unseen logs a warning of it
         return
     stages = {*mesh_axes("stages")}
     for name in sorted(read_by_others(model, graph.run.recording) & plan.compute.keys()):
@@ -112,9 +112,10 @@ def _graph(model: nn.Module, inputs: Any) -> ModelGraph:
 
 
 def _check_places(draws: Draws, known: Collection[str]) -> None:
-    """Raises PlanError if code draws random numbers for a tensor whose dim 0 is not the samples, but for ``known``.
+    """Raises PlanError if a module that is not in ``known`` draws random numbers for a tensor without samples in dim 0.
 
-    ``known`` are the layers whose samples are in dim 1; without an example, all others are taken to have them in dim 0.
+    ``known`` are the layers whose samples are in dim 1; without an example, all others are assumed to have them in
+    dim 0.
     """
     for (path, _, _), place in draws.places.items():
         if path in known:

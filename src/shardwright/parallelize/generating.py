@@ -1,13 +1,13 @@
 """Calls a model's own ``generate`` under any layout: where no rank can run the model alone, calls become predictions.
 
 A ``generate`` calls its model once for each new token. Under data parallelism, ZeRO and one-dimensional tensor
-parallelism a rank's model can be called by any code. A pipeline stage, and a rank that holds rows of the batch, cannot:
-there each call of the model becomes one of ``run.predict`` with the same arguments, on all ranks at the same time. What
-an encoder-decoder's encoder makes is taken from one such call, and given to those that follow.
+parallelism a rank's model can be called by any code. The model of a pipeline stage, or of a rank that holds rows of the
+batch, cannot: there each call of the model becomes a call of ``run.predict`` with the same arguments, on all ranks at
+the same time. The output of an encoder-decoder's encoder is taken from one such call, and passed to those that follow.
 
-A wrapper's ``generate``, such as peft's, calls the model inside of it. Where the wrapper's forward only passes its
-arguments on, that call is one of the wrapper. Its code is run to find that out, without any module: the one inside
-is replaced by a function that notes what it is given.
+A wrapper's ``generate``, such as peft's, calls the model inside of the wrapper. If the wrapper's forward only passes
+its arguments on, such a call is handled as a call of the wrapper. To find that out, the code of that forward runs
+without modules: the model inside is replaced by a function that notes its arguments.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ def generate(
     model: nn.Module, predict: Predict | None, everyone: Axis, inputs: Any, seed: int, options: dict[str, Any],
     *, guarded: bool = False, by_threads: bool = False,
 ) -> Any:  # fmt: skip
-    """Returns what ``model.generate(inputs, **options)`` returns; calls of the model are ``predict``'s unless None.
+    """Returns what ``model.generate(inputs, **options)`` returns.
 
-    ``guarded`` says that some modules inside refuse calls from outside of the model's forward, as layers do whose
-    features tensor parallelism cuts. Every rank of the axis ``everyone`` calls it. Random numbers are those that follow
-    ``torch.manual_seed(seed)``, and the state of torch's generator is restored. ``by_threads`` says that the ranks are
-    threads of one process, which share that generator.
+    Unless ``predict`` is None, it is called in place of the model. ``guarded`` says that some modules inside refuse
+    calls from outside of the model's forward, as layers do whose features tensor parallelism cuts. Every rank of the
+    axis ``everyone`` calls this function. Random numbers are those that follow ``torch.manual_seed(seed)``, and the
+    state of torch's generator is restored. ``by_threads`` says that the ranks are threads of one process, which share
+    that generator.
 
     Raises: PlanError: the model has no ``generate``, inputs, options or the result differ between ranks, or ranks are
         threads and ``generate`` sets a seed itself.
@@ -61,7 +62,7 @@ def generate(
             allowed="models that have one, as those of transformers do",
             fix="write a loop over run.predict(tokens), which returns the output of the whole model on every rank",
         )
-    # before ranks meet: none has begun to draw
+    # made before the first collective, so that no thread has begun to draw when another reads the shared generator
     seeded = _ThreadDraws(seed, everyone.device) if by_threads else _seeded(seed, everyone.device)
     check_agreement(everyone, _lines((inputs, options), f"seed {seed}"), partial(_differ, "ranks would generate from"))
     settings = options.get("generation_config") or getattr(model, "generation_config", None)
@@ -70,7 +71,8 @@ def generate(
     num_beams = options.get("num_beams") or max(
         (getattr(config, "num_beams", None) or 1 for config in configs), default=1
     )
-    # the cache of transformers would be kept by one rank; and beams are sorted in it, where parts are not known
+    # predictions cannot keep the cache of transformers; and a beam search sorts the cache outside of the forward, where
+    # its tensors are not known to be a rank's parts
     without_cache = predict is not None or num_beams > 1
     if without_cache and (settings is not None or "use_cache" in options):
         options = {**options, "use_cache": False}
@@ -121,12 +123,13 @@ def _without_cache(module: nn.Module) -> Iterator[None]:
 
 
 class _ThreadDraws(TorchFunctionMode):
-    """A context in which one of several threads draws the numbers that a process of its own would after a seed.
+    """A context in which a thread draws the random numbers that it would draw in a process of its own after a seed.
 
-    The threads share torch's generators. While one draws, they are in the state in which its last draw has left them,
-    and a lock keeps the others from them. Between draws they are as they were before.
+    The threads share torch's generators. While one thread draws, the generators have the state that its last draw left,
+    and a lock keeps other threads from drawing. Between draws the generators have the state from before the context.
 
-    Raises: PlanError, at the next draw or at the end: code has set their state itself, as by ``torch.manual_seed``.
+    Raises: PlanError, at the next draw or at the end of the context: code has set the state of the generators itself,
+        as by ``torch.manual_seed``.
     """
 
     _ONE_AT_A_TIME = Lock()
@@ -185,11 +188,12 @@ class _ThreadDraws(TorchFunctionMode):
 
 @contextmanager
 def _calls(model: nn.Module, predict: Predict | None, guarded: bool) -> Iterator[None]:
-    """Returns a context in which calls of the model, but for those that ``predict`` itself makes, are predictions.
+    """Returns a context in which a call of the model becomes a call of ``predict``, unless ``predict`` itself makes it.
 
-    So is a call of the encoder that the model's ``get_encoder`` returns, and one of a module to which the model's
-    forward passes the same arguments, and whose output it returns. A call of another module inside raises PlanError:
-    this rank may hold no part of it. Without ``predict`` the model itself is called, and other modules as they are.
+    So does a call of the encoder that the model's ``get_encoder`` returns, and a call of a module to which the model's
+    forward passes the same arguments and whose output it returns. A call of another module inside raises PlanError:
+    this rank may hold no part of it. If ``predict`` is None, the model itself is called in its place, and other modules
+    run unchanged.
     """
     if predict is None and not guarded:
         yield
@@ -246,34 +250,36 @@ CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _is_passed_on(
-    model: nn.Module, paths: Mapping[nn.Module, str], inner: nn.Module, given: CallArguments, wanted: CallArguments
+    model: nn.Module, paths: Mapping[nn.Module, str], inner: nn.Module, passed_in: CallArguments, wanted: CallArguments
 ) -> bool:
-    """Returns whether the model, called with ``given``, calls ``inner`` once, with ``wanted``, and returns its output.
+    """Returns whether the model, called with ``passed_in``, calls ``inner`` once, with ``wanted``, for its output.
 
-    The model's own code runs on copies of the tensors, and that of the modules between the two; no other module is
-    called. An argument that is missing is the same as one that has its default. The caller restores the calls of all
-    modules.
+    To find out, the code of the model, and of the modules between it and ``inner``, runs on copies of the tensors; no
+    other module is called. A missing argument is the same as one that has its default. The caller restores the calls
+    of all modules.
     """
     copies: dict[int, Tensor] = {}
-    given, wanted = tree_map_only(Tensor, lambda tensor: copies.setdefault(id(tensor), tensor.clone()), (given, wanted))
+    passed_in, wanted = tree_map_only(
+        Tensor, lambda tensor: copies.setdefault(id(tensor), tensor.clone()), (passed_in, wanted)
+    )
     calls: list[tuple[dict[str, Any], tuple[object, ...]]] = []
-    output, before = object(), _surroundings(given)
+    output, before = object(), _surroundings(passed_in)
 
     def note(*args: Any, **named: Any) -> Any:
-        calls.append((_arguments(inner, args, named), _surroundings(given)))
+        calls.append((_arguments(inner, args, named), _surroundings(passed_in)))
         return output
 
     for module, path in paths.items():
         is_between = path == "" or paths[inner].startswith(f"{path}.")
         if is_between and has_hooks_of_user(module):
-            return False  # they may change what is given or returned
+            return False  # hooks may change arguments or the output
         vars(module)["_call_impl"] = own_forward(module) if is_between else partial(_refuse, path)
     vars(inner)["_call_impl"] = note
-    args, named = given
+    args, named = passed_in
     try:
         returned = model(*args, **named)
         expected = _arguments(inner, *wanted)
-    except Exception:  # the user's code was given no real output: if it uses that, any error may come of it
+    except Exception:  # the output of inner was a plain object: user code that computes with it may raise any error
         return False
     if returned is not output or len(calls) != 1:
         return False
@@ -281,9 +287,9 @@ def _is_passed_on(
     return _are_same(passed, expected) and inside == before
 
 
-def _surroundings(given: CallArguments) -> tuple[object, ...]:
+def _surroundings(arguments: CallArguments) -> tuple[object, ...]:
     """Returns what else decides what a call computes: the modes that it runs under, and the versions of its tensors."""
-    tensors = tensors_of(given)
+    tensors = tensors_of(arguments)
     types = sorted({"cpu", *(tensor.device.type for tensor in tensors)})
     autocast = [
         (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)) for device_type in types
@@ -310,7 +316,7 @@ def _takes_all(module: nn.Module) -> bool:
 def _arguments(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a module's call by name, without those that have their default.
 
-    Of arguments that the forward takes without naming them, those of None are left out too.
+    Arguments that the forward takes by ``**kwargs`` are left out too if they are None.
     """
     signature = inspect.signature(module.forward)
     arguments = dict(signature.bind(*args, **named).arguments)
@@ -336,17 +342,17 @@ def _is_same(first: Any, second: Any) -> bool:
     return first is second or (type(first) is type(second) and isinstance(first, plain) and first == second)
 
 
-def _encoded(takes: Collection[str], given: Mapping[str, Any], call: Callable[..., Any]) -> Any:
-    """Returns what an encoder of transformers makes of its arguments, from a call of the whole model on one token.
+def _encoded(takes: Collection[str], named: Mapping[str, Any], call: Callable[..., Any]) -> Any:
+    """Returns the output of an encoder of transformers, from a call of the whole model on one token.
 
-    ``takes`` are the names of arguments that the model takes. The result is None if they have no ``decoder_input_ids``,
-    or the model returns no ``encoder_last_hidden_state``.
+    ``named`` are the encoder's arguments by name, and ``takes`` the names of the arguments that the model takes. The
+    result is None if these do not include ``decoder_input_ids``, or the model returns no ``encoder_last_hidden_state``.
     """
     outputs = sys.modules.get("transformers.modeling_outputs")
-    samples = tensors_of(given)
+    samples = tensors_of(named)
     if outputs is None or "decoder_input_ids" not in takes or not samples:
         return None
-    arguments = {name: value for name, value in given.items() if name in takes}
+    arguments = {name: value for name, value in named.items() if name in takes}
     token = torch.zeros(len(samples[0]), 1, dtype=torch.int64, device=samples[0].device)
     output = call(**arguments, decoder_input_ids=token, **({"use_cache": False} if "use_cache" in takes else {}))
     hidden = output.get("encoder_last_hidden_state") if isinstance(output, Mapping) else None
@@ -381,10 +387,10 @@ def _refuse(path: str, *_: Any, **__: Any) -> NoReturn:
     )
 
 
-def _differ(what: str, found: Difference) -> PlanError:
+def _differ(what: str, difference: Difference) -> PlanError:
     return PlanError(
         f"{what} different tensors",
-        given=str(found),
+        given=str(difference),
         allowed="the same inputs, options and seed on every rank, and random numbers of torch's default generator",
         fix="give every rank the same inputs, all samples of them",
     )

@@ -24,8 +24,8 @@ def clip_norm(
     """Scales gradients so that their 2-norm over the whole model is at most ``max_norm``; returns the norm from before.
 
     Each element counts once, however many ranks hold a copy of it. A norm that is smaller, or is NaN, leaves the
-    gradients as they are. The result is a float64 scalar, equal on every rank. One rank alone has the norm, and with it
-    the gradients, that ``torch.nn.utils.clip_grad_norm_`` computes, to the last bit; several sum squares in float64.
+    gradients as they are. The result is a float64 scalar, equal on every rank. On a single rank the norm and the
+    gradients equal those of ``torch.nn.utils.clip_grad_norm_`` to the last bit; several ranks sum squares in float64.
 
     Traffic: one all-reduce of one float64 over ``everyone``, the axis of all ranks.
     """
@@ -60,7 +60,7 @@ def add_up(
 ) -> Tensor:
     """Accumulates gradients over several batches, and returns the mean loss over the targets of all of them.
 
-    The gradients of this mean end in the parameters' ``grad``. ``step(batch)`` must leave the gradients of one batch's
+    The gradients of this mean end in the parameters' ``grad``. ``step(batch)`` must put the gradients of one batch's
     mean loss there, and return that mean and the batch's number of targets.
 
     Raises: PlanError: there are no batches.
@@ -82,7 +82,7 @@ def add_up(
 
 
 def mean_of_batches(means: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Returns the mean over the targets of several batches, of each of which the mean and the number are given.
+    """Returns the mean over all targets of several batches, from each batch's mean and number of targets.
 
     Raises: PlanError: there are no batches.
 

@@ -44,7 +44,8 @@ def place_parameters(
     originals = dict(model.named_parameters())
     placed: dict[str, nn.Parameter] = {}
     records = {} if device.type == "meta" else _records(model, seed)
-    tied: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the old buffer: it, so that the id stays taken, and the new
+    # id of an old buffer -> (old buffer, new buffer); keeping the old one stops its id from being reused
+    tied: dict[int, tuple[Tensor, Tensor]] = {}
     for path, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         if parameters and all(_is_elsewhere(layouts.get(names[id(module), key]), coord) for key in parameters):
@@ -80,7 +81,7 @@ def place_parameters(
         for key, before in module.named_buffers(recurse=False):
             layout = layouts.get(f"{path}.{key}".lstrip("."))
             if id(before) not in tied and layout is not None and layout.pieces(coord):
-                # a module of another stage, whose buffer functions on this stage may read
+                # the module is on another stage, but functions on this stage may read its buffer
                 module._buffers[key] = now = _local_part(before, layout, coord)
                 tied[id(before)], tied[id(now)] = (before, now), (now, now)
     ids_outside = tensors_outside(model)
@@ -128,28 +129,29 @@ def _reset_function(module: nn.Module) -> Callable[[], Any] | None:
 
     def reset_without_bias() -> None:
         module.reset_parameters()
-        nn.init.zeros_(module.bias)  # as the attention to which this layer belongs does
+        nn.init.zeros_(module.bias)  # the attention that owns this layer does the same
 
     return reset_without_bias
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Returns an uninitialized tensor on the host for one on the meta device.
+    """Returns an uninitialized tensor on the host in place of one on the meta device; others are returned unchanged.
 
-    For ``torch.empty_like`` from one to the other torch would import sympy.
+    ``torch.empty_like`` is not used: from the meta device to the host it would make torch import sympy.
     """
     if not tensor.is_meta:
         return tensor
     if any(step == 0 and size > 1 for size, step in zip(tensor.size(), tensor.stride(), strict=True)):
-        return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu")  # of an expanded one no element is alone
+        # the elements of an expanded tensor share memory, so that they could not be written one by one
+        return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu")
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def _draw(model: nn.Module, path: str, module: nn.Module, seed: int, records: Mapping[int, RecordedValues]) -> None:
     """Allocates and draws one leaf module on the host, so that every kind of device starts from the same numbers.
 
-    A tensor that a constructor filled otherwise than the module's own functions do is filled as the constructor did. A
-    tensor that has values, as ``torch.Tensor(8, 8)`` and ``torch.from_numpy`` make them anywhere, keeps them.
+    A tensor that a constructor filled in another way than the module's own functions do is filled as the constructor
+    did. A tensor that has values, as ``torch.Tensor(8, 8)`` and ``torch.from_numpy`` make them anywhere, keeps them.
     """
     on_meta = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
     tensors = on_meta | {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
@@ -185,9 +187,9 @@ def _draw(model: nn.Module, path: str, module: nn.Module, seed: int, records: Ma
 
 @contextmanager
 def _values_kept(module: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """A context in which a module and its children have copies in place of their tensors with values.
+    """Returns a context in which a module and its children have copies in place of their tensors with values.
 
-    So a function that fills the module changes none of them. Returns pairs of a tensor and its copy.
+    A function that fills the module then does not change these tensors. The context yields pairs (tensor, copy).
     """
     copies: dict[int, tuple[Tensor, Tensor]] = {}
     places: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -223,11 +225,13 @@ def _draw_function(model: nn.Module, module: nn.Module) -> Callable[[nn.Module],
 def _filled_otherwise(
     model: nn.Module, module: nn.Module, records: Mapping[str, RecordedValues]
 ) -> dict[str, RecordedValues]:
-    """Returns the records of a module's tensors that constructors filled otherwise than the module's own functions do.
+    """Returns the records of the tensors of a module that constructors filled in another way than its own functions do.
 
-    They are found by drawing on the meta device. A tensor that is drawn alike is drawn by the name of the module, so
-    that its numbers do not depend on the rest of the model. A constructor that has left a module as it fills itself has
-    left it to ``_init_weights``, as the transformers library does on the meta device.
+    To find them, the functions draw on the meta device, and their writes are compared with those of the constructors.
+    A tensor with equal writes is left out: it is drawn by the name of the module, so that its numbers do not depend on
+    the rest of the model. In a model with ``_init_weights`` and without ``initialize_weights``, a tensor that is still
+    as its module fills itself is left out too: its constructor has left it to ``_init_weights``, as the transformers
+    library does on the meta device.
     """
     texts = {key: text for key, record in records.items() if (text := record.text()) is not None}
     if not texts:
@@ -254,13 +258,16 @@ def _texts_of(module: nn.Module, keys: Iterable[str], draw: Callable[[], Any]) -
     return texts
 
 
-def _check_wrapped(model: nn.Module, found: Mapping[int, RecordedValues], again: Mapping[int, RecordedValues]) -> None:
-    """Raises PlanError for a wrapper, as peft's, of a model of transformers that filled tensors of its own, as LoRA's.
+def _check_wrapped(
+    model: nn.Module, records: Mapping[int, RecordedValues], again: Mapping[int, RecordedValues]
+) -> None:
+    """Raises PlanError for a model of transformers in a wrapper, such as peft's, that filled tensors of its own.
 
-    The inner model would fill them too, though on a real device it was filled before the wrapper added them.
+    Such tensors are LoRA's, for example. The inner model's ``initialize_weights`` would fill them ``again``, though on
+    a real device it ran before the wrapper added them.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        record = found.get(id(tensor))
+        record = records.get(id(tensor))
         if id(tensor) in again and record is not None and record.text() not in (None, again[id(tensor)].text()):
             raise PlanError(
                 f"the first values of '{name}' cannot be told without values",
@@ -283,15 +290,16 @@ def _adapter_tensors(model: nn.Module) -> set[int]:
     return ids
 
 
-def _check_adapters(model: nn.Module, adapters: Collection[int], found: Mapping[int, RecordedValues]) -> None:
-    """Raises PlanError for adapters whose first values are copied from other tensors, or computed of them.
+def _check_adapters(model: nn.Module, adapters: Collection[int], records: Mapping[int, RecordedValues]) -> None:
+    """Raises PlanError for adapters whose first values are copied or computed from other tensors.
 
-    The inner model, which these would read, is filled later than its constructor did.
+    These other tensors belong to the inner model, which is filled only after its constructor, by
+    ``initialize_weights``.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in adapters or not tensor.is_meta:
             continue
-        record = found.get(id(tensor))
+        record = records.get(id(tensor))
         if record is None or record.text() is None or record.storages() != {record.view.storage}:
             raise PlanError(
                 f"the first values of '{name}' cannot be told without values",
@@ -304,8 +312,8 @@ def _check_adapters(model: nn.Module, adapters: Collection[int], found: Mapping[
 def _records(model: nn.Module, seed: int) -> dict[int, RecordedValues]:
     """Returns records of how the constructors filled the model's tensors on the meta device, by the tensors' ids.
 
-    A model that fills tensors by ``initialize_weights()`` (again the transformers library) is asked to do so, since
-    there its constructor does not. What it fills of the tensors with values is drawn from ``seed``.
+    If the model has ``initialize_weights()`` (again the transformers library), it is called, since on the meta device
+    the constructor has not called it. Tensors with values that it fills are drawn from ``seed``.
     """
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
     records = {id(tensor): record for tensor in tensors if (record := recorded_values(tensor)) is not None}
@@ -317,10 +325,10 @@ def _records(model: nn.Module, seed: int) -> dict[int, RecordedValues]:
                 initialize()
             for (tensor, copy), version in zip(pairs, versions, strict=True):
                 if copy._version != version:
-                    tensor.data = copy  # in place it would change the user's own model, which shares the memory
+                    tensor.data = copy  # writing in place would change the user's own model, which shares the memory
         again = {id(tensor): recorder.of(tensor) for tensor in tensors}
         again = {key: record for key, record in again.items() if record.text() is not None}
-        if adapters := _adapter_tensors(model):  # a wrapper adds them to a model that was filled before
+        if adapters := _adapter_tensors(model):  # on a real device a wrapper adds them to a model that has its values
             _check_adapters(model, adapters, records)
             again = {key: record for key, record in again.items() if key not in adapters}
         elif not hasattr(type(model), "initialize_weights"):

@@ -154,7 +154,8 @@ def layer_alone(
     All ranks call it. Use it to parallelize a layer by hand; ``parallelize`` takes whole models. A layer on the meta
     device is drawn as ``parallelize`` draws it, from ``seed``; one with values is copied and sharded. In 1D (``tp4``)
     the layer is column-parallel: its input is whole and its output is sharded by features. ``num_tokens`` is the usual
-    number of tokens of a batch; some modes compare by it the cost of sending activations with that of sending weights.
+    number of tokens of a batch; some modes use it to compare the cost of sending activations with that of sending
+    weights.
 
     Traffic: that of :func:`check_same_start`, which compares the layers that the ranks were given.
     Raises: LayoutError: the layout has other axes than ``tp``, microbatches, a precision, activation checkpointing,

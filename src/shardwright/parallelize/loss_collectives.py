@@ -15,8 +15,9 @@ from shardwright.errors import PlanError
 class RefusesCollective(DispatchMode):
     """A context that raises PlanError where code calls a collective over all ranks, before anything is sent.
 
-    It is for the first call of the loss under ``pp``, which the ranks of the last stage alone run: they would wait for
-    the others. A loss that is compiled is compiled inside of it too.
+    It is for the first call of the loss under ``pp``. Only the ranks of the last stage run the loss, so in such a
+    collective they would wait for the others. If ``torch.compile`` has wrapped the loss, it compiles inside of this
+    context too.
     """
 
     def __torch_dispatch__(
@@ -38,6 +39,6 @@ def _has_all_ranks(value: Any) -> bool:
             group = distributed_c10d._resolve_process_group(value)  # type: ignore[attr-defined,arg-type]
         else:
             group = dist.ProcessGroup.unbox(value)
-    except (RuntimeError, TypeError, LookupError):  # another argument
+    except (RuntimeError, TypeError, LookupError):  # the argument is no process group
         return False
     return bool(group.size() == dist.get_world_size())

@@ -1,4 +1,4 @@
-"""Warns of losses that count their calls, of which microbatches make several in one step, or change their buffers."""
+"""Warns of losses that count their calls, since microbatches make several calls a step, or that change buffers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from shardwright.parallelize.loss_watch import objects_of_loss
 def counters_of(loss: nn.Module) -> Mapping[tuple[str, str], tuple[int, int]]:
     """Returns what a loss may count with: whole numbers among its attributes, and how often its buffers were written.
 
-    Each is by module and attribute name, as its kind (0: a number, 1: a buffer, 2: a number beside modules) and its
-    value. Numbers of kind 2 are those of objects, dicts and lists that the loss refers to, as a closure does, by path.
+    Keys are (module name, attribute name), and values are (kind, value). Kind 0 is a number that a module has as an
+    attribute, and kind 1 a buffer, whose value is its number of writes. Kind 2 is a number in another object, dict or
+    list that the loss refers to, as a closure does; the path to that object stands in place of the module name.
 
     >>> counters_of(nn.CrossEntropyLoss())
     {('', 'ignore_index'): (0, -100)}
@@ -51,7 +52,7 @@ def warn_of_counters(
     now = counters_of(loss)
     for (path, name), value in before.items():
         other = now.get((path, name), value)
-        # an object may note sizes and sums, as meters do: a counter of calls is one more in each
+        # objects may also note sizes and sums, as meters do: there only a number that grew by 1 counts calls
         if other != value and (value[0] < 2 or other[1] == value[1] + 1):
             number, counter = layout.num_microbatches, f"{path}.{name}".lstrip(".")
             warn(
@@ -64,7 +65,7 @@ def warn_of_counters(
 
 
 class LossBuffers:
-    """The persistent buffers of a loss as they are when this is made; :meth:`warn_if_changed` tells if they were."""
+    """Notes the persistent buffers of a loss as they are now, so that :meth:`warn_if_changed` finds later changes."""
 
     def __init__(self, loss: nn.Module) -> None:
         self._loss = loss
@@ -79,10 +80,10 @@ class LossBuffers:
     def warn_if_changed(self, kept: Collection[str] = (), stacklevel: int = 1) -> None:
         """Warns that a checkpoint does not have the buffers of the loss, if a step has changed any of them.
 
-        A buffer that the loss makes when it is first called counts as none, and so do those that the user keeps, whose
-        names, without their module's, are in ``kept``.
+        A buffer that the loss makes when it is first called does not count. Neither do buffers that the user saves;
+        ``kept`` has their names, without the names of their modules.
         """
-        settings = settings_of(self._loss)  # what the loop has changed, the loss has not
+        settings = settings_of(self._loss)  # buffers that the training loop has set are not changes by the loss
         kept = {*kept, *(settings.renewed if settings is not None else ())}
         now = {name: buffer for name, buffer in self._buffers() if name.rpartition(".")[2] not in kept}
         names = [name for name, before in self._before.items() if name in now and _differs(now[name], *before)]

@@ -30,25 +30,27 @@ _MOST_ELEMENTS = 2**24
 """The most elements of outputs and targets that are compared: the first samples that fit, but at least two."""
 
 _WIDE_DIFFERENCE, _DIFFERENCE = 1e-5, 1e-3
-"""How much two means may differ by rounding alone, relative to them: if the loss is given float64, which its code may
-convert to float32; and if it is given another dtype, in which matrix products may be in TF32."""
+"""The relative difference of two means that rounding alone may cause. The first is for a loss that is given float64,
+which its code may convert to float32; the second for one that is given another dtype, where matrix products may run in
+TF32."""
 
 _NARROW_ROUNDINGS = 16
-"""How much two means may differ where the loss computes in bf16 or fp16, in roundings (eps) of bf16."""
+"""The relative difference that rounding may cause if the loss computes in bf16 or fp16, as a multiple of bf16's eps."""
 
 _LEAST_DIFFERENCE = 1e-6
-"""The difference of two means that may be rounding of terms which cancel, as in the first step of a policy gradient."""
+"""The absolute difference that rounding may cause if terms cancel, as in the first step of a policy gradient."""
 
 
 def difference_of_halves(loss: nn.Module, output: Any, targets: Any) -> tuple[float, float] | None:
     """Returns the mean loss of the first samples, and that of two halves by their sums and counts, if these two differ.
 
-    It is None if they are equal but for rounding, and where it cannot be told: for one sample, for tensors that are not
-    all of the samples in dim 0, lists, parts of tensors or tensors inside of objects, for a half that has no targets,
-    and for a loss that draws random numbers, does not take half of the samples, or may not be called once more
-    (:func:`may_be_repeated`). Copies of the loss are called, so that a loss that keeps state keeps it.
+    The result is None if they are equal but for rounding, and if that cannot be told: for a single sample; if not all
+    tensors have the samples in dim 0; for lists, shards of tensors, or tensors inside of objects; if a half has no
+    targets; and for a loss that draws random numbers, does not take half of the samples, or may not be called once more
+    (:func:`may_be_repeated`). Copies of the loss are called, so that its state does not change.
 
-    The loss is computed in float64, if it takes that: new models give much the same loss for each sample.
+    The loss is computed in float64, if it takes that, because the losses of single samples differ little in a new
+    model.
 
     >>> def ragged(output, targets):  # a mean over the targets that are there, where all are counted
     ...     there = targets > 0
@@ -103,7 +105,7 @@ def _losses(
     """
 
     def part(start: int, stop: int, x: Tensor) -> Tensor:
-        copy = (x[start:stop] if x.dim() else x).clone()  # a loss may write to what it is given
+        copy = (x[start:stop] if x.dim() else x).clone()  # a loss may write to its arguments
         return copy.to(dtype) if x.is_floating_point() else copy
 
     pairs = list[tuple[Tensor, Tensor]]()

@@ -25,8 +25,8 @@ def now_in_graph() -> int:
 def leaves_read(loss_sum: Tensor, output: Any, since: int) -> list[Tensor]:
     """Returns the leaf tensors, other than the model's output, that a loss has read itself.
 
-    ``since`` is :func:`now_in_graph` before the loss was computed: what the forward has made of parameters before, such
-    as the output, or a term that a module has kept for the loss, is not looked into.
+    ``since`` is the result of :func:`now_in_graph` before the loss was computed. Autograd nodes that are older, such as
+    those of the output, or of a term that a module has kept for the loss, are not followed to their leaves.
 
     >>> weight, output = nn.Parameter(torch.ones(1)), nn.Linear(1, 1)(torch.ones(1, 1))
     >>> kept, since = weight.exp(), now_in_graph()
@@ -41,7 +41,7 @@ def leaves_read(loss_sum: Tensor, output: Any, since: int) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)  # of the node of a leaf
+        variable = getattr(node, "variable", None)  # only the nodes of leaf tensors have it
         if isinstance(variable, Tensor):
             leaves += [variable] if id(variable) not in outputs else []
         elif node._sequence_nr() > since:
@@ -53,7 +53,7 @@ def check_reads(
     leaves: Collection[Tensor], model: nn.Module, stored: Mapping[str, Tensor], is_plain: Callable[[Tensor], bool],
     plan: Plan,
 ) -> None:  # fmt: skip
-    """Raises PlanError if a loss reads parameters that are not those that it would read on one device.
+    """Raises PlanError if a loss reads other parameters than it would read on one device.
 
     ``leaves`` are the tensors that the loss reads beside the output. Errors are: a tensor of the plain model
     (``is_plain``), which no step trains; and a parameter of the run's ``model``, or a ``stored`` one, unless each rank
@@ -64,7 +64,7 @@ def check_reads(
     for leaf in leaves:
         name = own.get(id(leaf))
         if name is None and not is_plain(leaf):
-            continue  # of a frozen teacher, for example, that was not marked so
+            continue  # a tensor of neither model, such as a teacher's parameter that was not frozen
         if name is not None and id(leaf) in computing and _is_whole(name, plan):
             continue
         raise PlanError(

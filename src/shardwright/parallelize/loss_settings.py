@@ -15,7 +15,7 @@ from shardwright.analysis.reached import ATOMS
 from shardwright.models.given_loss import FunctionLoss, SumLoss
 
 MOST_ENTRIES = 100
-"""A dict with more entries is a table, such as a vocabulary, and not settings, which are read before each step."""
+"""A dict with more entries is taken for a table, such as a vocabulary, not for settings that are read in each step."""
 
 FOLLOWED = "_followed_settings"
 
@@ -23,9 +23,10 @@ FOLLOWED = "_followed_settings"
 class LossSettings:
     """The numbers, text, flags and tensors that a user's loss holds, which a run's copy of the loss takes over.
 
-    They are found once, in both: in attributes, dicts, lists, buffers, closures and arguments of partials. Each has the
-    value that it had when the copy last took it. A tensor is taken over too when it was written to. ``renewed`` has the
-    names of those that were.
+    They are searched once, in the loss (``given``) and its copy (``own``) side by side: in attributes, dicts, lists,
+    buffers, closures and arguments of partials. Each is kept with the value that the copy took over last, so that a
+    change is noticed; a tensor has changed too if it was written to. ``renewed`` has the names of the settings that
+    were taken over after a change.
     """
 
     def __init__(self, given: Any, own: Any) -> None:
@@ -81,10 +82,10 @@ def _is_same(mine: Any, theirs: Any) -> bool:
 
 
 def _taken_over(value: Any, mine: Any) -> Any:
-    """Returns what the copy has in place of its own value ``mine``, where the original has ``value`` now.
+    """Returns the copy's new value of a setting that is ``value`` in the original; ``mine`` is the copy's old value.
 
-    Of a list it is a copy, and of a tensor too, on the device of its own. Parameters share their memory with those of
-    the original, as they do in the copy.
+    A list is copied, and so is a tensor, to the device of ``mine``. A parameter shares its memory with that of the
+    original.
     """
     if not isinstance(value, Tensor) or mine is value:
         return list(value) if type(value) is list else value
@@ -135,31 +136,31 @@ def settings_of(loss: nn.Module) -> LossSettings | None:
     return settings
 
 
-def _pairs(given: Any, own: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
+def _pairs(source: Any, own: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
     """Yields the dicts and lists of a copied loss that may hold settings, each with its counterpart in the original."""
-    if given is own or id(given) in seen or type(given) is not type(own) or isinstance(given, Tensor | type):
+    if source is own or id(source) in seen or type(source) is not type(own) or isinstance(source, Tensor | type):
         return
-    seen.add(id(given))
-    if isinstance(given, MethodType):
-        yield from _pairs(given.__self__, own.__self__, seen)
-    elif isinstance(given, partial):
+    seen.add(id(source))
+    if isinstance(source, MethodType):
+        yield from _pairs(source.__self__, own.__self__, seen)
+    elif isinstance(source, partial):
         for part in ("func", "args", "keywords"):
-            yield from _pairs(getattr(given, part), getattr(own, part), seen)
-    elif isinstance(given, list | tuple) and len(given) == len(own) <= MOST_ENTRIES:
-        if isinstance(given, list):
-            yield own, given
-        for theirs, mine in zip(given, own, strict=True):
+            yield from _pairs(getattr(source, part), getattr(own, part), seen)
+    elif isinstance(source, list | tuple) and len(source) == len(own) <= MOST_ENTRIES:
+        if isinstance(source, list):
+            yield own, source
+        for theirs, mine in zip(source, own, strict=True):
             yield from _pairs(theirs, mine, seen)
-    elif isinstance(given, FunctionType):  # it was rebuilt, since it holds a module, of which the copy has another
-        yield vars(own), vars(given)
-        for theirs, mine in zip(given.__closure__ or (), own.__closure__ or (), strict=True):
+    elif isinstance(source, FunctionType):  # it was rebuilt, because it holds a module that the copy has a copy of
+        yield vars(own), vars(source)
+        for theirs, mine in zip(source.__closure__ or (), own.__closure__ or (), strict=True):
             with suppress(ValueError):  # a cell may be empty
                 yield from _pairs(theirs.cell_contents, mine.cell_contents, seen)
     else:
         theirs, mine = (
-            value if isinstance(value, dict) else getattr(value, "__dict__", None) for value in (given, own)
+            value if isinstance(value, dict) else getattr(value, "__dict__", None) for value in (source, own)
         )
-        is_table = isinstance(given, dict) and len(given) > MOST_ENTRIES
+        is_table = isinstance(source, dict) and len(source) > MOST_ENTRIES
         if isinstance(theirs, dict) and isinstance(mine, dict) and not is_table:
             yield mine, theirs
             for key in theirs.keys() & mine.keys():

@@ -1,4 +1,4 @@
-"""Finds what a loss reads that a run cannot give it: attributes of the plain model, gradients by the model's output."""
+"""Finds uses in a loss that a run cannot provide: attributes of the plain model, gradients by the model's output."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from shardwright.strategies.pipeline.pipeline_stage import is_received
 
 _READS = "_reads_of_model"
 _OURS = ("forward", STACK, FOLLOWED, _READS)
-"""The attributes by which a run's loss holds what is the library's: a forward that replaces its own, and notes."""
+"""The attributes that this library sets on a run's loss: a forward in place of the loss's own, and notes."""
 
 MOST_FUNCTIONS = 1000
-"""The most functions of a loss, and that these call, of which the code is looked at."""
+"""The largest number of functions, of a loss or called by these, whose code is looked at."""
 
 _PACKAGES = ("torch.", "shardwright.")
 
 
 def objects_of_loss(loss: nn.Module, but: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
-    """Yields each object that a loss of a user holds, directly or not, as pairs of its path and the object.
+    """Yields a pair (path, object) for each object that a user's loss holds, directly or through other objects.
 
-    Left out are objects whose ids are in ``but``, and what they and collections of more than ``MOST_ENTRIES`` hold.
+    Left out are objects whose ids are in ``but``, the objects that these hold, and the contents of collections with
+    more than ``MOST_ENTRIES`` entries.
 
     >>> from shardwright.models.given_loss import as_loss
     >>> [path for path, each in objects_of_loss(as_loss(lambda x, y, scale=torch.ones(1): ((x * scale).sum(), 1)))]
@@ -48,23 +49,25 @@ def objects_of_loss(loss: nn.Module, but: Collection[int] = ()) -> Iterator[tupl
 
 
 class ModelReads:
-    """What a loss may read of the model that was given: the modules that it refers to, and the names in its code.
+    """What a loss may read of the plain model: the modules that the loss refers to, and the names in its code.
 
-    ``held`` has the modules by their path: copies of those in a closure, or the model's own behind a global name.
+    ``held`` has the modules by their path in the model. A module in a closure is there as a copy, and one behind a
+    global name as the plain model's own.
     """
 
     def __init__(self, held: Mapping[str, nn.Module], names: Collection[str]) -> None:
         self.held, self.names = held, names
         self.of_record: Collection[tuple[str, str]] = ()
-        """The attributes that a record of the forward sets to what it has computed, by module and name."""
+        """The attributes that the forward sets to values that it computes, as (module, name), by a record of it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelReads:
-        return self  # of a rehearsal, which checks nothing
+        return self  # shared: copies of the loss are for rehearsals, which check nothing
 
     def check(self, model: nn.Module, *, is_cut: bool) -> None:
         """Raises PlanError if the loss's code names an attribute that the forward of the run's ``model`` has changed.
 
-        ``is_cut`` says that stages run the model's code, and may not set its attributes: then the record says which.
+        ``is_cut`` says that pipeline stages run the model's code, and may leave its attributes unset; then the record
+        says which attributes the forward would set.
         """
         for path, module in model.named_modules():
             if path not in self.held:
@@ -94,9 +97,10 @@ def _named_values(module: nn.Module, names: Collection[str]) -> dict[str, Any]:
 
 
 def _is_equal(before: Any, now: Any) -> bool:
-    """Returns whether an attribute is as it was; other objects than numbers, text, tensors and lists count as equal.
+    """Returns whether an attribute has not changed.
 
-    Buffers of which a rank holds a part are not compared.
+    Numbers, text, tensors and collections are compared; any other object counts as equal, and so does a buffer of
+    which a rank holds a part.
     """
     if isinstance(before, Tensor) and isinstance(now, Tensor):
         if before.shape != now.shape:
@@ -146,17 +150,17 @@ def reads_of(loss: nn.Module) -> ModelReads | None:
 
 
 def note_attributes(loss: nn.Module, graph: ModelGraph | None) -> None:
-    """Notes in a loss that refers to the plain model which of its attributes the forward sets, as a record says."""
+    """Notes in a loss that refers to the plain model which attributes of the model the recorded forward sets."""
     reads = reads_of(loss)
     if graph is not None and reads is not None:
-        with suppress(Exception):  # of the user's forward: then it is seen in the first step, but for stages
+        with suppress(Exception):  # the user's forward failed; without stages the first step finds the attributes
             reads.of_record = frozenset(graph.run.recording.set_attributes)
 
 
 def functions_of_loss(loss: nn.Module, but: Collection[int] = ()) -> Iterator[FunctionType]:
     """Yields the functions of a user that a loss consists of, and those that they call by a global name or as methods.
 
-    Those of objects whose ids are in ``but``, as of the model's modules, are left out.
+    Functions of objects whose ids are in ``but``, such as the model's modules, are left out.
 
     >>> from shardwright.models.given_loss import as_loss
     >>> __name__ = "program"  # the library's own functions are left out
@@ -184,8 +188,8 @@ def functions_of_loss(loss: nn.Module, but: Collection[int] = ()) -> Iterator[Fu
             waiting += [function.__globals__.get(name), *(getattr(kind, name, None) for kind in kinds)]
 
 
-def _is_of_user(found: Any) -> TypeGuard[FunctionType]:
-    return isinstance(found, FunctionType) and not f"{found.__module__}.".startswith(_PACKAGES)
+def _is_of_user(value: Any) -> TypeGuard[FunctionType]:
+    return isinstance(value, FunctionType) and not f"{value.__module__}.".startswith(_PACKAGES)
 
 
 def takes_gradients(loss: nn.Module) -> bool:
@@ -204,10 +208,11 @@ def takes_gradients(loss: nn.Module) -> bool:
 
 
 class RefusesGradients(TorchFunctionMode):
-    """A context in which a loss under ``pp`` runs: PlanError where it takes a gradient by a tensor of the ``output``.
+    """A context for a loss under ``pp``: raises PlanError if it takes a gradient by a received tensor of ``output``.
 
-    It is one that the last stage was sent: that stage has its own part of the graph alone, and what the stages before
-    it compute of that tensor is no part of the gradient. Gradients by what the last stage computes are whole.
+    The last stage has received such a tensor from an earlier stage. It has only its own part of the autograd graph, so
+    the gradient would lack what earlier stages compute from the tensor. Gradients by tensors that the last stage
+    computes itself are whole.
     """
 
     def __init__(self, output: Any) -> None:

@@ -74,6 +74,6 @@ class NoSampleChecker:
 
 
 def _like(inputs: Any, number: int) -> Any:
-    """Returns inputs of so many samples on the meta device."""
+    """Returns inputs like these on the meta device, with ``number`` samples."""
     on_meta = map_tensors(inputs, lambda tensor: tensor.to("meta"))
     return map_samples(on_meta, lambda tensor: tensor.new_empty((number, *tensor.shape[1:])))

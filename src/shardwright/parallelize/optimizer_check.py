@@ -46,7 +46,7 @@ def check_elementwise(kind: Any, options: Mapping[str, Any], plan: Plan, given: 
     of_groups = [{key: group[key] for key in group if key != "params"} for group in given if isinstance(group, Mapping)]
     groups = [{}, *filter(None, of_groups)]
     if of_groups and all(of_groups) and not _can_be_made(kind, options):
-        del groups[0]  # what the optimizer needs only its groups name
+        del groups[0]  # an option that the optimizer needs is in its groups only
     if cut and not is_elementwise(kind, options, groups, flat=flat):
         raise PlanError(
             f"{kind.__name__} needs whole tensors or all of them, and '{cut[0]}' is not whole on every rank",
@@ -74,7 +74,7 @@ def check_elementwise(kind: Any, options: Mapping[str, Any], plan: Plan, given: 
 def check_made_by_hand(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Raises PlanError as :func:`check_elementwise` does, for an optimizer that was not made by ``run.optimizer``.
 
-    One whose class cannot be made again from its options is not tried.
+    An optimizer whose class cannot be called again with the optimizer's options is not tried.
     """
     kind = type(optimizer)
     options = {name: value for name, value in optimizer.defaults.items() if name in signature(kind).parameters}
@@ -86,7 +86,7 @@ def check_made_by_hand(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
 def _can_be_made(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
     try:
         kind([{"params": [nn.Parameter(torch.zeros(1, 1))]}], **options)
-    except Exception:  # any optimizer's code runs here, and refuses what it lacks by an error of its own kind
+    except Exception:  # any optimizer's code runs here, and may raise any error for missing options
         return False
     return True
 
@@ -106,9 +106,9 @@ def is_elementwise(
     ``flat``, ranges of elements that end inside a row. Each split is tried twice: with one optimizer over all parts,
     and with an optimizer for each part. With ``in_turn`` the optimizer over all parts makes a step for each of them,
     while the others have no gradient. ``groups`` are the options of parameter groups; each group is tried on a copy of
-    the tensor. With ``whole`` there is one split, into two tensors that no rank cuts. An optimizer whose step raises,
-    such as one that needs a closure, gives False, and so does one whose options, beside the parameters, come out
-    otherwise: it counts or estimates something over all its tensors.
+    the tensor. With ``whole`` there is one split, into two tensors that no rank cuts. The result is False for an
+    optimizer whose step raises, such as one that needs a closure, and for one whose groups end with other options for
+    other splits: it counts or estimates something over all its tensors.
 
     Raises: what the constructor raises for these options, such as a ValueError for a negative learning rate.
 
@@ -119,9 +119,9 @@ def is_elementwise(
     """
     options, *groups = ({name: group[name] for name in group if name not in _EXECUTION} for group in (options, *groups))
     values = [value for group in (options, *groups) for value in group.values()]
-    if isinstance(kind, type) and all(map(_is_plain, values)):  # a rehearsal asks for each of its ranks
+    if isinstance(kind, type) and all(map(_is_plain, values)):  # cached, since a rehearsal asks for each of its ranks
         of_groups = tuple(tuple(group.items()) for group in groups)
-        hashable: Any = kind  # as every class is, though mypy takes one with a __hash__ of its instances for none
+        hashable: Any = kind  # every class is; mypy denies it for a class that defines __hash__ for its instances
         return _tried_once(hashable, tuple(options.items()), of_groups, flat=flat, in_turn=in_turn, whole=whole)
     return _tried(kind, options, groups, flat=flat, in_turn=in_turn, whole=whole)
 
@@ -146,7 +146,7 @@ def _tried(
     trial = _OptimizerTrial(kind, options, groups, in_turn)
     start, _ = _trial()
     rows, columns = start.shape
-    ranges = [rows * columns // 3, 1, rows * columns // 2]  # which end inside of rows
+    ranges = [rows * columns // 3, 1, rows * columns // 2]  # numbers of elements; these ranges end inside of rows
     ranges.append(rows * columns - sum(ranges))
     splits: list[SplitTensor] = [
         lambda t: t.split([2, rows - 2]),
@@ -178,7 +178,7 @@ class _OptimizerTrial(NamedTuple):
         by_group = zip(self.groups, zip(*parameters, strict=True), strict=True)
         in_groups = [{**group, "params": list(members)} for group, members in by_group]
         optimizer = self.kind(in_groups if any(self.groups) else in_groups[0]["params"], **self.options)
-        getattr(optimizer, "train", lambda: None)()  # as those without a schedule need before a step
+        getattr(optimizer, "train", lambda: None)()  # schedule-free optimizers must be in train mode in a step
         return parameters, optimizer
 
     def stepped(self, parts: SplitTensor) -> tuple[Sequence[Sequence[Tensor]], list[float]]:
@@ -202,7 +202,8 @@ class _OptimizerTrial(NamedTuple):
     def same(self, parts: SplitTensor, result: Sequence[Tensor] | None, numbers: Sequence[float]) -> bool:
         """Returns whether an optimizer over all parts, and one over each, step the parts to the same values.
 
-        These must be the parts of ``result``, if it is given, and ``numbers`` those in the options of each optimizer.
+        If ``result`` is given, the values must also be those of its parts. ``numbers`` must be the numbers in the
+        options of each of the optimizers.
         """
 
         def stepped_alone(number: int) -> tuple[Sequence[Sequence[Tensor]], list[float]]:
@@ -223,9 +224,9 @@ class _OptimizerTrial(NamedTuple):
 def _trial() -> tuple[Tensor, tuple[Tensor, ...]]:
     """Returns the tensor that optimizers are tried on, and its gradients of some steps.
 
-    Optimizers that need whole tensors do so under conditions that others do not have: Adafactor of dims of 128 or more,
-    cautious ones where signs of gradients and updates differ, AdamP where a gradient is orthogonal to the tensor, and
-    some where a gradient, or a part of it, is much larger or smaller than those before.
+    An optimizer that needs whole tensors may show it under certain conditions only, which the tensors here meet:
+    Adafactor for dims of 128 or more, cautious optimizers if signs of gradients and updates differ, AdamP if a gradient
+    is orthogonal to the tensor, and some if a gradient, or a part of it, is much larger or smaller than earlier ones.
     """
     numbers = torch.Generator("cpu").manual_seed(0)
     start, *others = (torch.randn(136, 132, generator=numbers, dtype=torch.float64, device="cpu") for _ in range(7))

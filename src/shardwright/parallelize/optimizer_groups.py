@@ -75,11 +75,11 @@ def check_groups(
     A rule such as ``p.dim() > 1`` finds no matrix among shards of one dim, so a group is left without parameters, or
     all groups have a weight decay of 0. The second counts only with ``states_decay``, which says that every group that
     the user gave has a ``weight_decay`` of its own. If one group decays more than another and has a matrix, the groups
-    were chosen otherwise, and there is no error.
+    were not chosen by dims, and there is no error.
 
-    On a pipeline stage a group may be empty anyway. With stages, the error is therefore raised, on every rank, only if
+    On a pipeline stage a group may be empty for another reason. With stages, the error is therefore raised only if
     ``everyone``, the axis of all ranks, is given, a rank finds such groups, and no rank has a matrix in the group with
-    the largest weight decay.
+    the largest weight decay. It is then raised on every rank.
 
     Traffic: with stages and ``everyone``, one gather of text, for which all ranks call it; else none.
     """
@@ -90,7 +90,7 @@ def check_groups(
     flat = [name for name in matrices if plan.state[name].parameter.is_flat and id(parameters[name]) in place_of]
     decayed = any(decays[place_of[id(parameters[name])]] == max(decays) for name in flat)
     empty = next((place for place, group in enumerate(groups) if not group["params"]), None)
-    # every group says that it has no decay, where one word beside the groups would do
+    # each group sets weight_decay=0 itself, though one argument for all groups would do: they were meant to differ
     nothing = states_decay and max(decays) == 0.0
     by_name = decayed and max(decays) > min(decays)  # a rule by dims finds no matrix for the group that decays most
     verdict = [bool(flat) and (empty is not None or nothing) and not by_name, decayed and not nothing]

@@ -1,8 +1,9 @@
 """Joins the model's outputs on the ranks' own samples to its output for all samples, as predictions return it.
 
-Only what is known to be cut by samples is joined: tensors whose dim 0 is as long as the rank's samples, beside values
-that all ranks have alike. Ranks compare texts that describe their outputs before they send any. Where an output has
-something else, such as a table, a number or a cache, the caller lets every rank compute the whole.
+Outputs are joined only if all of their tensors are known to be cut by samples, with dim 0 as long as the rank's
+samples, and all other values are alike on all ranks. Ranks compare texts that describe their outputs before they send
+any. If an output has something else, such as a table, a number or a cache, the caller lets every rank compute the
+whole.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from shardwright.plan.plan import OUTPUT, Plan
 from shardwright.runtime.executor import Executor
 
 _ALIKE = (bool, str, type(None))
-"""The types of values that a prediction returns as they are: numbers are not, since they may count or sum samples."""
+"""The types of values that ranks may return unchanged. Numbers are left out, since they may count or sum samples."""
 
 
 class OutputShare(NamedTuple):
@@ -63,10 +64,10 @@ def _described(leaf: Any, num_held: int) -> str | None:
 def can_join(own: OutputShare, plan: Plan, everyone: Axis, num_held: Sequence[int]) -> bool | None:
     """Returns whether the ranks' outputs, each of its own samples, can be joined; None if that cannot be told yet.
 
-    A tensor that is not of the samples, such as a table, may be as long as a rank's samples. It is told by its length
-    where ranks hold other numbers of samples, and else by its values, which all ranks have alike; samples that are
-    alike may have the same by chance. ``num_held`` are the numbers of samples on ranks that hold different ones, empty
-    if all tensors are known to be of samples.
+    A tensor that does not hold samples, such as a table, may be as long as a rank's samples by chance. If ranks have
+    different numbers of samples, its length shows that on one of them. Otherwise its values may: a table has the same
+    on all ranks; but so may samples that are alike, and then the result is None. ``num_held`` are the numbers of
+    samples of ranks with different samples; it is empty if all tensors are known to hold samples.
 
     All ranks call it, and get the same result. ``everyone`` is the axis of all ranks. Only ranks that differ on axes
     that cut samples are compared: others compute copies, which may differ by rounding.
@@ -106,7 +107,7 @@ def _check_inputs(shares: Mapping[int, OutputShare]) -> None:
 def join_parts(output: Any, plan: Plan, axes: Mapping[str, Axis], shard: BatchShard) -> Any:
     """Returns the model's output for the samples that this rank has computed, with their whole features and tokens.
 
-    A tensor in it without dims is of these samples alone, and becomes None.
+    A tensor without dims in the output depends on these samples alone, and becomes None.
 
     Traffic: one all-gather over each axis that cuts features or tokens.
     """
@@ -119,7 +120,7 @@ def join_parts(output: Any, plan: Plan, axes: Mapping[str, Axis], shard: BatchSh
 
 
 def join_by_hand(executor: Executor, plan: Plan, axes: Mapping[str, Axis], shard: BatchShard) -> None:
-    """Registers a hook by which a user's own call of the model returns the whole output, which steps leave cut.
+    """Registers a hook by which a user's own call of the model returns the whole output; in steps it stays cut.
 
     Traffic: in such a call, one all-gather over each axis that cuts features.
     """
@@ -127,7 +128,7 @@ def join_by_hand(executor: Executor, plan: Plan, axes: Mapping[str, Axis], shard
         return
     held_by = ref(executor)  # Python cannot collect cycles through such a hook
 
-    def whole(_: nn.Module, given: Any, output: Any) -> Any:
+    def whole(_: nn.Module, inputs: Any, output: Any) -> Any:
         executor, joined = held_by(), list[str]()
         if executor is None or executor.in_action:
             return output

@@ -104,7 +104,7 @@ def structural_copy(
     ``seen_as(tensor)`` returns the tensor that the copy has in place of a parameter or buffer, by default a view of it.
     Tied tensors stay tied. Modules that the model holds in a plain list or a closure, without registering them, are
     copied too. Sparse buffers that no checkpoint has are plain attributes of the copy. All copies are added to
-    ``memo``, by the ids of what they are copies of.
+    ``memo``, by the ids of the originals.
 
     Raises: PlanError: a function that holds a part of the model, as in a closure, cannot be rebuilt for the copy.
     """
@@ -145,7 +145,7 @@ def make_plan(
     if job.graph is not None and reads_values:
         on_meta = on_meta._replace(example=job.graph.values)
     check_microbatches(on_meta.model, layout, job.graph)
-    overrides_of(on_meta)  # so that names which the model does not have are errors under any layout
+    overrides_of(on_meta)  # called here so that unknown names of layers are errors under any layout
     blocks = recomputed_blocks(on_meta.model, layout)
     try:
         plan = _placed(on_meta, layout, strategies)
@@ -153,7 +153,7 @@ def make_plan(
         if job.example is None:  # recorded on an example, any code can be cut
             fix = str(failure.fix) if EXAMPLE in str(failure.fix) else f"{EXAMPLE}; or {failure.fix}"
             known = {"given": failure.given, "allowed": failure.allowed}
-            raise UnknownCodeError(failure.what, **known, fix=fix) from None  # the same error, with less to do
+            raise UnknownCodeError(failure.what, **known, fix=fix) from None  # the same error with a simpler fix
         if not has_stages(layout):
             raise
         plan = _placed(on_meta._replace(recorded=True), layout, strategies)
@@ -181,12 +181,12 @@ def shares_of(job: Job, plan: Plan) -> tuple[CutShare, ...]:
 
     If the layout has ``tp`` and the plan does not count the FLOPs of operators yet, a forward on the job's example is
     recorded on the meta device to count them. Without an example, or if that forward fails, shares of FLOPs may be
-    None. Of a forward that fails, low shares say why.
+    None. If the forward fails, low shares give the reason.
     """
     if job.graph is None or plan.layout.factor("tp") is None:
         return shares(plan)
     if not plan.work:
-        with suppress(Exception):  # of the user's forward: one rank alone says what is cut, so it must not end
+        with suppress(Exception):  # an error of the user's forward must not end rank 0, which alone runs it for its log
             run = job.graph.run
             plan = replace(plan, work=operator_work(plan, run.recording, run.axes))
     return shares(plan, unrecorded=job.graph.failure)
@@ -209,7 +209,7 @@ def _messages_cost(job: Job, layout: Layout) -> float:
     It is the seconds of its messages on the job's cluster, one after the other, or without a cluster their bytes.
     Without an example a batch is known by its tokens only: then it returns the elements that linear layers send.
     """
-    # without stages: their messages are small beside those of layers, and cutting the model for each mode is slow
+    # stages are left out: their messages are small beside those of layers, and cutting the model for each mode is slow
     factors = tuple(factor for factor in layout.factors if layout_axes()[factor.axis].kind != "stages")
     layout = replace(layout, factors=factors)
     plan, strategies = make_plan(job, layout)
@@ -260,11 +260,11 @@ def job_for(
 def rows(tree: Any, start: int, stop: int) -> Any:
     """Returns a batch with only the samples ``start`` to ``stop`` - 1 (dim 0) of every tensor, as views.
 
-    Tensors that are marked as whole stay as they are. Views of tensors without gradients have a version of their own,
-    the views of one tensor the same, so that a forward that writes to its inputs does not change what autograd knows of
-    other samples.
+    Tensors that are marked as whole stay as they are. Views of tensors that require no gradient have a version counter
+    of their own, which the views of one tensor share. So autograd does not take the inputs of other calls for changed
+    if a forward writes to its own.
     """
-    own: dict[int, Tensor] = {}  # by storage: entries of a batch may be one tensor
+    own: dict[int, Tensor] = {}  # by storage, because several entries of a batch may be one tensor
 
     def cut(tensor: Tensor) -> Tensor:
         if tensor.requires_grad or tensor.layout is not torch.strided:
@@ -336,7 +336,8 @@ class StepTraffic:
         They are computed once for all ranks that send alike. With ``checked``, ranks are compared in this step
         (``check_every`` of ``parallelize``), and the result also has the collectives of that comparison, under "core".
         """
-        coord = coord if packed_in(self._inputs) else self.like(coord)  # their rows differ
+        # ranks with equal numbers of samples may have different numbers of packed rows
+        coord = coord if packed_in(self._inputs) else self.like(coord)
         key = tuple(coord[axis] for axis in self.plan.mesh.axes)
         if key not in self._said:
             self._said[key] = self._said_at(coord)
@@ -367,7 +368,7 @@ class StepTraffic:
         return tuple(by_size[len(part)] for part in parts)
 
     def _parted_elements(self, coord: Coord) -> set[int]:
-        """Returns the sizes in elements of the values of which the rank at ``coord`` sends other stages only a part."""
+        """Returns the sizes in elements of the values that the rank at ``coord`` sends to other stages only in part."""
         shards = microbatch_shards(self.plan, coord, self._num_samples, self._num_tokens)
         tables = different(crossings(self._crossing(self._microbatches(coord), shards, coord)))
         values = (
@@ -424,12 +425,12 @@ def _on_stage(module_calls: ModuleCalls, plan: Plan, coord: Coord) -> ModuleCall
 def microbatch_shards(plan: Plan, coord: Coord, num_global: int, num_tokens: int = 0) -> tuple[BatchShard, ...]:
     """Returns how many samples and tokens of each microbatch the rank at ``coord`` and the others get.
 
-    Microbatches with as many samples on every rank share one entry, that of the first of them. ``num_global`` is the
-    number of samples of the global batch, and ``num_tokens`` the number of tokens of each sample, or 0 if the layout
-    does not cut sequences.
+    Microbatches with equal numbers of samples on every rank share one entry, that of the first of them. ``num_global``
+    is the number of samples of the global batch, and ``num_tokens`` the number of tokens of each sample, or 0 if the
+    layout does not cut sequences.
     """
     mesh, number_of_all = plan.mesh, plan.layout.num_microbatches
-    # the first (samples % microbatches) ones of a rank have a sample more
+    # the first (samples % microbatches) microbatches of a rank have one sample more than its others
     firsts = sorted({0, *(samples % number_of_all for samples in held_sizes(mesh, plan.row_axes, num_global))})
     shards: list[BatchShard] = []
     for first, after in pairwise((*firsts, number_of_all)):

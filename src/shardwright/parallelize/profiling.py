@@ -55,7 +55,7 @@ def profiled(run: RankState, step: TrainStep, path: Path) -> Iterator[None]:
     profiler = None
     if world.rank == 0 or not shares_process:
         config = _ExperimentalConfig(profile_all_threads=True)
-        # without activities torch takes all that this machine has, kernels of an accelerator included
+        # without the argument activities, torch profiles all kinds of this machine, kernels of an accelerator included
         profiler = profile(experimental_config=config, acc_events=True)
         profiler.start()
     everyone.barrier()
@@ -194,8 +194,9 @@ def merged(
     """Returns one Chrome trace from the traces of processes: each rank is a process of the trace, with its threads.
 
     ``parts`` are torch's traces by the rank of the process that wrote them, and ``names`` the names of all ranks. With
-    ``shared``, all ranks are threads of one process, which the range "rank N" of each tells apart; other threads of it
-    are listed beside. Clocks are those of the machine; those of several ``nodes`` are set so that ranks begin together.
+    ``shared``, all ranks are threads of one process, and the range "rank N" tells whose thread it is; threads without
+    such a range are listed as "other threads". Times are those of the machine's clock; the times of other ``nodes``
+    are shifted so that their ranks begin together with rank 0.
 
     >>> begin = {"ph": "X", "pid": 7, "tid": 7, "name": "rank 0", "ts": 5.0, "dur": 2.0, "cat": "user_annotation"}
     >>> found = merged({0: {"traceEvents": [begin], "baseTimeNanoseconds": 0}}, {0: "rank 0 dp0"}, shared=False)
@@ -234,11 +235,12 @@ def _renumbered(
 ) -> Iterator[dict[str, Any]]:
     """Yields the events of one process with numbers of the merged trace: a rank's threads, and its devices.
 
-    ``own`` is the rank of each thread if ranks are threads; threads that are no rank's get the number ``others``.
+    If ranks are threads, ``own`` is the rank of each thread, and other threads get the number ``others``; if ranks are
+    processes, ``others`` is None.
     """
     for event in events:
         if not isinstance(event.get("pid"), int) or (event["ph"] == "M" and event["name"].startswith("process_")):
-            continue  # the profiler's own rows, and names that the merged trace gives itself
+            continue  # rows of the profiler itself, and names of processes, which the merged trace writes anew
         is_device = event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
         owner = rank if others is None else own.get(event.get("tid"), others)
         number = owner * PER_RANK + (1 + event["pid"] if is_device else 0)

@@ -1,15 +1,17 @@
 """Compares the ranks of a run every few steps, by 8 bytes from each rank, and raises an error that names a difference.
 
-A rank that skips an update, changes a rate or a weight, or feeds other samples to a tensor-parallel group, trains on
-silently. So each rank packs digests into one number, a few bits for each thing that some ranks must have alike::
+A rank that skips an update, changes a rate or a weight, or feeds other samples to a tensor-parallel group than its
+peers do, would train on silently. So each rank packs digests into one number, with a few bits for each thing that some
+ranks must have alike::
 
     | step, samples | updates, rates | batch              | global batch | parameters, copied along dp | ... along tp |
       all ranks       of one stage     that share samples,  along dp       that differ on dp alone       on tp alone
                                        stages too
 
-With pipeline stages, one more digest is of the updates by optimizers that all ranks have made with the same groups.
-A difference is found in the numbers of all ranks, so every rank finds the same, and all gather the texts to name it.
-Copies along tensor-parallel axes are computed and not received, and may differ by rounding: they are compared in full.
+With pipeline stages there is one more digest, of the updates by optimizers that all ranks have made with the same
+groups. Every rank gets the numbers of all ranks, so all find the same differences, and gather the texts to name them.
+Copies along tensor-parallel axes are computed by each rank, and may differ by rounding: if their digests differ, the
+copies themselves are compared.
 """
 
 from __future__ import annotations
@@ -60,9 +62,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class RankText(NamedTuple):
     """Lines of text, by name, that must be equal on ranks whose coordinates differ only along ``axes``.
 
-    ``what`` names the subject of these lines in errors, such as "the batch". A rank without lines is not compared. An
-    example is a rank that has stepped none of the optimizers that all ranks have made alike: it may train nothing, or
-    use an optimizer of its own.
+    ``what`` names the subject of these lines in errors, such as "the batch". A rank without lines is not compared. For
+    example, a rank has no lines on updates if it has stepped none of the optimizers that all ranks have made alike: it
+    may train nothing, or use an optimizer of its own.
     """
 
     what: str
@@ -73,8 +75,8 @@ class RankText(NamedTuple):
 def is_compared(number: int, check_every: int) -> bool:
     """Returns whether ranks are compared before the step of this number, counted from 0.
 
-    They are in each step of ``check_every``, and in steps whose numbers are powers of two, from 8 on: a loader that
-    ranks shuffle differently from its second epoch on is then found in runs shorter than ``check_every`` too.
+    They are compared in every ``check_every``-th step, and in steps whose numbers are powers of two from 8 on. So a
+    loader that ranks shuffle differently from its second epoch on is found in runs shorter than ``check_every`` too.
 
     >>> [number for number in range(300) if is_compared(number, 100)]
     [0, 8, 16, 32, 64, 100, 128, 200, 256]
@@ -104,15 +106,15 @@ def check_ranks(
     """Raises RankDifferenceError, on every rank, if ranks differ in step, updates, batch or copies of parameters.
 
     Copies along a tensor-parallel axis may differ, for rounding, by 1/1000 of the tensor's largest absolute element.
-    What differs in a mesh of n axes is seen with a probability of 1 - 2**-(63 // (n + 4)) in each comparison, such as
-    0.999 for two axes; what goes on to differ is seen in a later one.
+    On a mesh of n axes each comparison finds a difference with a probability of 1 - 2**-(63 // (n + 4)), such as 0.999
+    for two axes; a difference that lasts is found in a later comparison.
 
     ``values`` are the parameters' :func:`bit_sums`, ``number`` is the number of the step, and ``earlier`` a digest of
     the numbers of samples of all steps so far. ``updates`` describes updates as text, as :meth:`UpdateLog.lines`
     returns it: those of this rank's optimizers, and those of optimizers that all ranks have made with the same groups.
     All ranks call it; ``axes`` has the axis of all ranks as "world".
 
-    Traffic: one all-gather of 8 bytes from each rank. Only if these differ more is sent, to name the difference: the
+    Traffic: one all-gather of 8 bytes from each rank. Only if these differ, more is sent to name the difference: the
         digests of each tensor, and an all-reduce of each differing parameter that tensor parallelism copies.
     """
     everyone = axes["world"].for_strategy("core")
@@ -126,7 +128,7 @@ def check_ranks(
     for place, text in enumerate(reversed(texts)):
         if _differs(plan, text, [word >> num_bits * place & 2**num_bits - 1 for word in words]):
             differ.append(text)
-    for text in reversed(differ):  # the first in the list explains the others
+    for text in reversed(differ):  # in the order of texts: the first difference explains the others
         every = gather_json(everyone, text.lines)
         if text.axes[0] in mesh_axes("operators") and text.what == PARAMETERS:
             every = _beyond_rounding(every, axes, parameters, text)
@@ -147,8 +149,7 @@ def batch_number(batch: Microbatch) -> int:
 def check_one_batch(sums: Sequence[float], size: int, plan: Plan) -> None:
     """Raises RankDifferenceError unless ``size`` ranks have one :func:`batch_number`.
 
-    ``sums`` has the sum of the numbers, and that of their squares, over the ranks, all of
-    which raise.
+    ``sums`` has the sum of the numbers, and the sum of their squares, over the ranks. All of these ranks raise.
     """
     total, squares = sums
     if total * total != size * squares:
@@ -170,7 +171,7 @@ def some_elements(batch: Any) -> tuple[Tensor, ...]:
 
 
 def _some_of(tensor: Tensor) -> Tensor:
-    """Returns at most 256 elements, evenly spaced, at places in the samples that differ from one sample to the next."""
+    """Returns at most 256 elements, evenly spaced, at places that change from one sample to the next."""
     step, in_sample = max(1, -(-tensor.numel() // _NUM_COMPARED)), tensor[:1].numel()
     while step > 1 and gcd(step, in_sample) > 1:
         step += 1
@@ -191,7 +192,7 @@ def _lines(
     yield RankText("the updates", held, dict(of_stage))
     if held != plan.mesh.axes:
         yield RankText("the updates", plan.mesh.axes, dict(of_all) if int(of_all["number of updates"]) else {})
-    # stages too: the first takes the inputs of the samples of which the last takes the targets
+    # compared along stages too: the first stage reads the inputs, and the last the targets, of the same samples
     alike = tuple(axis for axis in plan.mesh.axes if axis not in plan.row_axes | plan.token_axes)
     tensors = [leaf for leaf in tree_leaves((batch.inputs, batch.targets)) if isinstance(leaf, Tensor)]
     digests = [tensor_digest(tensor.contiguous()) for tensor in tensors] if alike and len(batch.samples) else []
@@ -211,17 +212,17 @@ def bit_sums(parameters: Mapping[str, Tensor]) -> dict[str, str]:
     return dict(zip(parameters, map(str, torch.stack(sums).tolist() if sums else ()), strict=True))
 
 
-def _differs(plan: Plan, each: RankText, digests: Sequence[int]) -> bool:
-    """Returns whether ranks whose coordinates differ only along ``each.axes`` have different digests.
+def _differs(plan: Plan, rank_text: RankText, digests: Sequence[int]) -> bool:
+    """Returns whether ranks whose coordinates differ only along ``rank_text.axes`` have different digests.
 
-    A digest of 0, of a rank without lines, differs from no other.
+    A digest of 0 is that of a rank without lines, and counts as equal to any other.
     """
-    return any(len({digests[rank] for rank in group} - {0}) > 1 for group in plan.mesh.groups(each.axes))
+    return any(len({digests[rank] for rank in group} - {0}) > 1 for group in plan.mesh.groups(rank_text.axes))
 
 
-def _check_lines(plan: Plan, each: RankText, every: Sequence[dict[str, str]], number: int) -> None:
-    """Raises RankDifferenceError that names the ranks that differ and the line in which they do, if any differ."""
-    for members in plan.mesh.groups(each.axes):
+def _check_lines(plan: Plan, rank_text: RankText, every: Sequence[dict[str, str]], number: int) -> None:
+    """Raises RankDifferenceError if the ranks' lines (``every``) differ; it names the ranks and the first such line."""
+    for members in plan.mesh.groups(rank_text.axes):
         group = [rank for rank in members if every[rank]]
         for key in sorted({key for rank in group for key in every[rank]}):
             texts = {rank: every[rank].get(key, "nothing") for rank in group}
@@ -231,11 +232,11 @@ def _check_lines(plan: Plan, each: RankText, every: Sequence[dict[str, str]], nu
             odd = [rank for rank in group if texts[rank] != usual]
             others = [rank for rank in group if texts[rank] == usual]
             raise RankDifferenceError(
-                f"rank {_listed(odd)} differs from rank {_listed(others)} in {each.what}: {key}",
+                f"rank {_listed(odd)} differs from rank {_listed(others)} in {rank_text.what}: {key}",
                 given=f"{texts[odd[0]]} on rank {odd[0]}, {usual} on rank {others[0]}, before step {number}, "
                 f"under {plan.layout}",
-                allowed=f"{each.what} alike on ranks that differ on {' '.join(each.axes)} alone",
-                fix=_FIXES[each.what],
+                allowed=f"{rank_text.what} alike on ranks that differ on {' '.join(rank_text.axes)} alone",
+                fix=_FIXES[rank_text.what],
             )
 
 
@@ -244,15 +245,16 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _beyond_rounding(
-    every: Sequence[dict[str, str]], axes: Mapping[str, Axis], parameters: Mapping[str, nn.Parameter], each: RankText
-) -> list[dict[str, str]]:
+    every: Sequence[dict[str, str]], axes: Mapping[str, Axis], parameters: Mapping[str, nn.Parameter],
+    rank_text: RankText,
+) -> list[dict[str, str]]:  # fmt: skip
     """Returns the lines of all ranks without those of tensor-parallel copies that differ only by rounding."""
-    (axis,), everyone = each.axes, axes["world"].for_strategy("core")
+    (axis,), everyone = rank_text.axes, axes["world"].for_strategy("core")
     names = sorted({key for lines in every for key in lines if len({other.get(key) for other in every}) > 1})
     same = []
     for name in names:
         if name not in parameters:
-            continue  # on another stage, and so on all ranks of this axis
+            continue  # the parameter is on another stage, for all ranks of this axis alike
         value = _real(parameters[name]).double()
         most = axes[axis].for_strategy("core").all_reduce(torch.stack([value, -value]), "max")
         spread, largest = most[0] + most[1], most.abs()

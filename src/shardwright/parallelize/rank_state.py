@@ -27,7 +27,7 @@ class RankState:
         self.model, self.loss = job.model, job.loss
         self.plan, self.world, self.axes = plan, world, axes
         stored = {name: p for strategy in applied for name, p in strategy.parameters.items()}
-        # the other name of a tied parameter may be the first on a stage that holds nothing of it
+        # on a stage that holds no part of a tied parameter, its second name may come first: it is not listed
         self.parameters: Mapping[str, nn.Parameter] = {
             name: stored.get(name, p) for name, p in self.model.named_parameters() if name in plan.state or p.numel()
         }

@@ -54,8 +54,8 @@ class MicrobatchRehearsal(NamedTuple):
 
     ``sent`` says how often each chunk calls each collective, if the stages were cut from a recorded forward and run on
     tensor-parallel shards. Otherwise it is empty, and the collectives are computed from the recorded calls of modules.
-    ``scattered`` says of each tensor of a value whether ranks each send a part of it; values
-    of which none is are left out.
+    ``scattered`` says, for each tensor of a value, whether each rank sends only a part of it. Values without such a
+    tensor may be left out.
     """
 
     values: Mapping[str, Any]
@@ -63,7 +63,7 @@ class MicrobatchRehearsal(NamedTuple):
     scattered: Mapping[str, tuple[bool, ...]] = MappingProxyType({})
 
 
-def crossings(found: Sequence[MicrobatchRehearsal]) -> tuple[Crossings, ...]:
+def crossings(rehearsals: Sequence[MicrobatchRehearsal]) -> tuple[Crossings, ...]:
     """Returns, for each microbatch, the bytes of the tensors that pipeline chunks send each other, by name.
 
     A name may stand for several tensors. Each entry also says whether the tensor needs a gradient, and whether it is
@@ -81,9 +81,9 @@ def crossings(found: Sequence[MicrobatchRehearsal]) -> tuple[Crossings, ...]:
         id(rehearsal): {
             name: sizes(value, rehearsal.scattered.get(name, ())) for name, value in rehearsal.values.items()
         }
-        for rehearsal in different(found)
+        for rehearsal in different(rehearsals)
     }
-    return tuple(by_id[id(rehearsal)] for rehearsal in found)
+    return tuple(by_id[id(rehearsal)] for rehearsal in rehearsals)
 
 
 def values_crossing(
@@ -125,7 +125,7 @@ def values_crossing(
     edge_names = {value for edge in chunked.edges for value in edge.values}
     rehearsals, values = [], may_read_values(job.model)
     by_shapes: dict[tuple[object, ...], MicrobatchRehearsal] = {}  # equal microbatches are rehearsed once
-    inside = mesh_axes("operators")  # of other copies of the model nothing is gathered
+    inside = mesh_axes("operators")  # over axes of model copies nothing is gathered
     for number, inputs in enumerate(microbatches):
         shard.set_microbatch(num_global, number, len(microbatches))
         key = (*(tensor.shape for tensor in _tensors(inputs)), *shard.counts(inside))
@@ -160,7 +160,7 @@ def _values_recorded(job: Job, stages: EventStages, microbatches: Sequence[Any])
     for inputs in microbatches:
         key = tuple(tensor.shape for tensor in _tensors(inputs))
         if key not in by_shapes:
-            known = _signature(job.model, inputs) == planned  # then the record that the stages were cut from is its own
+            known = _signature(job.model, inputs) == planned  # then the record from which stages were cut fits inputs
             by_shapes[key] = MicrobatchRehearsal(
                 _ghosts_crossing(stages.chunked if known else computing.with_inputs(inputs), stages.chunked)
             )
@@ -171,7 +171,7 @@ def _values_recorded(job: Job, stages: EventStages, microbatches: Sequence[Any])
 def _ghosts_crossing(chunked: EventsChunked, planned: EventsChunked) -> dict[str, Any]:
     """Returns meta tensors like those that chunks send each other, by the names that the planned record has for them.
 
-    Other inputs may take another path, on which the same edge has other values.
+    Other inputs may take another path through the model's code, on which the same edge has other values.
     """
     by_name: dict[str, Any] = {}
     for pair, names in planned.values.items():
@@ -196,7 +196,8 @@ def _values_on_shards(
 ) -> tuple[MicrobatchRehearsal, ...]:
     """Runs all chunks of a model on tensor shards, forward and backward; returns the tensors sent between chunks.
 
-    Nothing is dropped out, so a value may have another name than in training: it takes that of its place on its edge.
+    Dropout is off, so a value may be named differently than in training; it gets the name that its position on its edge
+    has in the plan.
     """
     planned = plan.stages
     assert isinstance(planned, EventStages)
@@ -218,7 +219,7 @@ def _values_on_shards(
         if key not in by_shapes:
             sent: dict[int, Sent] = {chunk: Counter() for chunk in range(stages.num_chunks)}
             starts: dict[int, Sequence[Tensor]] = {}
-            # a check of the user's may fail, as where modules inside of stages were recorded
+            # guess=True: checks in the user's code may read values that are not known, as when the model was recorded
             following = following_modules(job.model, world.recorder.enter_layer)
             with torch.enable_grad(), on_meta(job.model, guess=True, spread=True), following:
                 stage.begin(schedule, [Microbatch(inputs, None, range(0), None)], _OutputSum(job.loss))
@@ -244,9 +245,10 @@ def _values_on_shards(
 
 
 class _OutputSum:
-    """A stand-in for the loss: the loss itself of logits of which a rank holds some classes, or the sum of all outputs.
+    """A stand-in for the loss, from which a rehearsed backward starts: a loss cannot be called without targets.
 
-    It has class targets for the loss, and else no targets, without which a loss cannot be called.
+    If a rank holds some classes of logits, it calls the loss with made-up class targets; otherwise it adds up all
+    outputs.
     """
 
     def __init__(self, loss: nn.Module) -> None:
@@ -263,7 +265,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _cut_parameters(model: nn.Module, plan: Plan, coord: Coord) -> None:
-    """Replaces every parameter and buffer by a meta tensor in the shape of this rank's shard; ties stay."""
+    """Replaces every parameter and buffer by a meta tensor in the shape of this rank's shard; tied ones stay tied."""
     made: dict[str, nn.Parameter] = {}
     for _, module, own, name in list(owners(model)):
         whole = module._parameters[own]

@@ -16,7 +16,7 @@ from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
 
 _MOST_ELEMENTS = 2**22
-"""How many elements the tensors of a loss may have: a large network is neither copied nor run again."""
+"""The most elements that the tensors of a loss may have: a large network is neither copied nor run again."""
 
 _WRITES = frozenset(("DELETE_ATTR", "DELETE_SUBSCR", "STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR"))
 _ATTRIBUTES = frozenset(("DELETE_ATTR", "STORE_ATTR"))
@@ -28,19 +28,20 @@ _KNOWN = ("torch.", "shardwright.models.", "shardwright.forward_stack", "shardwr
 """Modules whose functions write to nothing outside of their arguments."""
 
 _PLAIN = frozenset(("torch", "math", "functools", "operator", "itertools", "typing", "einops", "shardwright"))
-"""Packages whose functions a loss may call, but for torch.distributed, by their modules' names."""
+"""The names of packages whose functions a loss may call; of torch, all but torch.distributed."""
 
 _PRINTS = frozenset(("open", "print", "input"))
-"""Functions of Python by which something outside changes."""
+"""Built-in functions of Python with an effect outside of the program."""
 
 
 def may_be_repeated(loss: nn.Module) -> bool:
     """Returns whether a copy of a loss can be called without effect on anything else: nothing is sent or written.
 
-    A copy of a module has its own buffers and attributes. But functions and methods share what they close over, and
-    what they know by a global name: one that writes to attributes, items or globals, prints, or knows a container, an
-    object that does so, a module with buffers, another package than torch, or what sends messages, is called for a step
-    alone. So is a loss with a large network.
+    A copy of a module has its own buffers and attributes. But functions and methods share the objects that they refer
+    to, by a closure or a global name. So the result is False for a loss with a function that writes to attributes,
+    items or globals, or prints, or that refers to a container, to an object with such a function, to a module with
+    buffers, to a package that is not known to be harmless, or to an axis or world, which send messages. It is False too
+    for a loss with a large network.
 
     >>> import torch
     >>> from shardwright.models.given_loss import as_loss
@@ -76,7 +77,7 @@ def _is_shared(value: Any, is_own: bool) -> bool:
 
 
 def _functions_of(value: Any) -> list[FunctionType]:
-    """Returns the functions by which an object acts: itself, or the methods of its class; none of known modules."""
+    """Returns the functions that an object may run: itself, or its class's methods; without those of known modules."""
     if isinstance(value, FunctionType):
         return [] if _is_known(value) else [value]
     kinds = () if isinstance(value, type) else (kind for kind in type(value).__mro__ if not _is_known(kind))
@@ -89,7 +90,7 @@ def _is_known(value: Any) -> bool:
 
 
 def _changes(function: FunctionType, writes: Collection[str]) -> bool:
-    """Returns whether a function may change what other code sees: it writes, prints, or knows a container."""
+    """Returns whether a function may change what other code sees: it writes, prints, or refers to a container."""
     outer, values = {*function.__code__.co_freevars}, [*_known_to(function)]
     if any(isinstance(value, list | dict | set | deque | bytearray) for value in values):
         return True
@@ -105,7 +106,7 @@ def _changes(function: FunctionType, writes: Collection[str]) -> bool:
 
 
 def _known_to(function: FunctionType) -> Iterator[Any]:
-    """Yields what a function closes over, and what it knows by a global name."""
+    """Yields the objects that a function refers to by its closure or by a global name."""
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # an empty cell
             yield cell.cell_contents

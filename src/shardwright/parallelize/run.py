@@ -150,16 +150,17 @@ class Run(RankState):
 
         ``batches`` is any iterable, such as a ``DataLoader`` that gives the same batches on every rank. By default a
         batch is a pair (inputs, targets); inputs in a tuple are arguments of the model, and those in a dict named ones.
-        Of other batches ``targets`` says which part the targets are: the name of a key or field ("labels"), the others
-        being arguments of the model by their names; the place in a tuple (-1); or a function that returns (inputs,
-        targets), such as ``lambda batch: (batch["x"], batch["y"])``. With ``loss=sw.ModelLoss()`` a batch is a mapping
-        whose labels the model itself reads, and ``targets`` is left out.
+        For other batches, ``targets`` says which part the targets are: the name of a key or field ("labels"), the other
+        keys or fields being arguments of the model by their names; the place in a tuple (-1); or a function that
+        returns (inputs, targets), such as ``lambda batch: (batch["x"], batch["y"])``. With ``loss=sw.ModelLoss()`` a
+        batch is a mapping whose labels the model itself reads, and ``targets`` is left out.
 
         On an accelerator each part is copied there while the step before it computes. So one batch more is read than
-        was yielded, which a position in the data must count, and no batch may depend on the step before it.
+        was yielded: code that notes a position in the data must count that, and no batch may depend on the step before
+        it.
 
-        What it yields is a part for :meth:`step`, :meth:`accumulate` and :meth:`evaluate`, and no pair to unpack, which
-        is a PlanError: write ``for batch in run.shard(loader): loss = run.step(batch)``.
+        The yielded parts are for :meth:`step`, :meth:`accumulate` and :meth:`evaluate`. Unpacking one as a pair is a
+        PlanError: write ``for batch in run.shard(loader): loss = run.step(batch)``.
 
         Shapes: dim 0 of every tensor is the samples of the global batch, the same number in all.
         Raises: LayoutError: the tensors have different numbers of samples; PlanError: a batch has no such targets, or
@@ -210,11 +211,11 @@ class Run(RankState):
         Traffic: what the strategies' ``traffic`` states, one all-reduce of (sum, count) over the axes that cut the
             loss, in fp16 or with ``stop_at_nan`` the check that all gradients are finite, and in each step in
             which ranks are compared (``check_every`` of :func:`parallelize`) 8 bytes from each rank.
-        Raises: PlanError: ``batch`` is not from :meth:`shard` or :meth:`part`, ranks differ in something that must be
-            equal, no parameter requires a gradient, a parameter was frozen or unfrozen, or it or a submodule was
-            replaced or removed, since the model was laid out, a microbatch without samples needs statistics of its own,
-            or a gradient is not finite, with ``stop_at_nan`` or at the least fp16 loss scale. LayoutError or PlanError,
-            in the first step of a run that was given no example: the model's code cannot have the layout.
+        Raises: PlanError: ``batch`` is not from :meth:`shard` or :meth:`part`; ranks differ in something that must be
+            equal; no parameter requires a gradient; since the model was laid out, a parameter was frozen or unfrozen,
+            or a parameter or submodule was replaced or removed; a microbatch without samples needs statistics of its
+            own; or, with ``stop_at_nan`` or at the least fp16 loss scale, a gradient is not finite. LayoutError or
+            PlanError, in the first step of a run that was given no example: the model's code cannot have the layout.
         """
         check_part("step", batch, update)
         self._guard.before_step()
@@ -228,9 +229,9 @@ class Run(RankState):
     def accumulate(self, batches: Iterable[Microbatch]) -> Tensor:
         """Takes one step over several batches, accumulating gradients; returns the mean loss over all targets.
 
-        All ranks call it. Gradients are those of that mean: ``accumulate`` stands in place of :meth:`step`, and the
-        optimizer's step comes next. Each batch counts in ``num_steps``. ``mb4`` in a layout cuts one batch instead, and
-        sums gradients over ranks once. A step that fp16 skips for one batch is skipped for all.
+        All ranks call it. Gradients are those of that mean: call ``accumulate`` in place of :meth:`step`, then the
+        optimizer's step. Each batch counts in ``num_steps``. ``mb4`` in a layout cuts one batch instead, and sums
+        gradients over ranks once. If fp16 skips the step for one batch, it is skipped for all.
 
         Traffic: that of a step for each batch. Raises: PlanError: no batches; and as :meth:`step`.
 
@@ -289,7 +290,7 @@ class Run(RankState):
         return self._step.evaluate(batch)[0]
 
     def evaluate_all(self, batches: Iterable[Microbatch]) -> Tensor:
-        """Returns the global mean loss over all targets of several batches, a scalar, as :meth:`evaluate` does of one.
+        """Returns the global mean loss over all targets of several batches, a scalar, as :meth:`evaluate` for one.
 
         Each target counts the same, whichever batch it is in; targets that the loss ignores do not count. All ranks
         call it. Traffic: that of :meth:`evaluate` for each batch.
@@ -315,11 +316,12 @@ class Run(RankState):
         """Returns the model's output for all samples, on every rank, in eval mode and without gradients.
 
         All ranks call it. Each computes its share of the samples, and they gather their outputs. Every rank computes
-        all samples where these are fewer than shares, under ``own-statistics``, and from the first output on that has
-        more than tensors of samples, flags and texts: a number, a cache, or a tensor whose dim 0 is not the samples.
+        all samples if there are fewer samples than shares, under ``own-statistics``, and from the first output on that
+        has anything but tensors of samples, flags and texts: a number, a cache, or a tensor whose dim 0 is not the
+        samples.
 
-        Labels belong to no inputs, unless the model's forward takes them. What its output holds without a dim of
-        samples, such as the loss that a model of transformers computes of labels, is None: :meth:`evaluate` returns it.
+        Leave labels out of ``inputs``, unless the model's forward takes them. Tensors without dims in its output, such
+        as the loss that a model of transformers computes from labels, become None: :meth:`evaluate` returns the loss.
 
         Shapes: ``inputs`` are all samples, equal on every rank; the output has the plain model's shapes. Under ``bf16``
             and ``fp16`` it has that dtype, as the model computed it: write ``.float()`` before sums or metrics of it.
@@ -352,10 +354,11 @@ class Run(RankState):
 
         With pipeline stages, and where the ranks of one model copy hold rows of the batch (grids, ``/sp``), each call
         that ``generate`` makes of the model is a :meth:`predict`, and models of transformers keep no keys and values
-        (``use_cache=False``). So is a call of a module inside to which the model's forward passes the same arguments,
-        and whose output it returns, as in models of peft; to find that out, the code of that forward runs once more for
-        each call, on copies and without modules. An encoder that ``get_encoder`` returns runs once, in a prediction of
-        one token. Under other layouts each rank runs it on its own part, with its caches.
+        (``use_cache=False``). A call of a module inside is a :meth:`predict` too if the model's forward passes the same
+        arguments to it and returns its output, as in models of peft; to find that out, the code of that forward runs
+        once more for each call, on copies and without modules. An encoder that ``get_encoder`` returns runs once, in a
+        prediction of one token. Under other layouts each rank runs ``generate`` on its own part of the model, with
+        caches.
 
         Shapes: those of the model's ``generate``; ``inputs`` are all samples.
         Traffic: that of a forward for each new token, and two all-reduces of two numbers.
@@ -391,7 +394,7 @@ class Run(RankState):
         """Prepares a pipeline stage for a step on ``batch`` on the meta device, in which no other stage runs.
 
         ``values`` holds, for each microbatch, the tensors that the stage would receive, by name, on the meta device.
-        Without ``first_step`` the step is one after the first, in which stages tell each other shapes and dtypes.
+        In a first step, stages also tell each other shapes and dtypes; without ``first_step`` it is a later one.
         Without pipeline stages nothing is done.
         """
         work = self._executor.work
@@ -423,7 +426,7 @@ class Run(RankState):
         ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
         """
         timeline = measured_timeline(self, self._executor, partial(self.step, batch))
-        self._guard.num_waiting = 0  # a step for its times alone, unless an optimizer comes next
+        self._guard.num_waiting = 0  # no error if no optimizer uses the gradients: the step may be for its times alone
         return timeline
 
     @contextmanager
@@ -443,9 +446,10 @@ class Run(RankState):
             yield
 
     def busy_seconds(self) -> tuple[float, float]:
-        """Returns the seconds of this rank's forwards and backwards in the last step, and those from first to last.
+        """Returns the seconds of this rank's forwards and backwards in the last step, and from first start to last end.
 
-        Both are seconds of the host's clock, and 0 before the first step. Traffic: none.
+        The first number adds up their durations; the second also has the waiting between them. Both are seconds of the
+        host's clock, and 0 before the first step. Traffic: none.
         """
         return busy_seconds(self._executor.spans)
 
@@ -504,7 +508,7 @@ class Run(RankState):
             parameters = groups_of(parameters, self.parameters, self.plan)
         parameter_list = None if parameters is None else list(parameters)
         check_elementwise(kind, options, self.plan, parameter_list or ())
-        # before torch fills in what a group does not name
+        # read before the optimizer is made: torch adds to the groups the options that they lack
         named = all(isinstance(group, dict) and "weight_decay" in group for group in parameter_list or ())
         own = [p for p in self.parameters.values() if p.requires_grad]
         own = own or [nn.Parameter(torch.empty(0))]  # a stage that trains nothing: torch's optimizers need a parameter
@@ -525,7 +529,7 @@ class Run(RankState):
         check_reads(leaves, self.model, self.parameters, self._guard.is_plain, self.plan)
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Has an optimizer's steps check and renew the parameters' copies, and its ``state_dict`` name its rank."""
+        """Makes an optimizer's steps check and renew the parameters' copies, and its ``state_dict`` name its rank."""
         optimizer.register_step_pre_hook(lambda *_: self._check_written())
         optimizer.register_step_post_hook(lambda *_: self.changed())
         keep_parts_apart(optimizer, self.parameters, self.plan, self.coord)
@@ -535,15 +539,15 @@ class Run(RankState):
     ) -> Averages:
         """Returns exponential moving averages of the parameters, updated after each step of ``optimizer``.
 
-        Each rank averages the parameters that it stores, under every layout. An average starts as the parameter is
-        after the first update, as in torch's ``AveragedModel``; with ``from_initial`` as it is before that, as in
-        timm's ``ModelEma``: as it was initialized or loaded. The averages are part of the optimizer's state, so
+        Each rank averages the parameters that it stores, under every layout. An average starts with the parameter's
+        value after the first update, as in torch's ``AveragedModel``; with ``from_initial``, with the value before that
+        update (initialized or loaded), as in timm's ``ModelEma``. The averages are part of the optimizer's state, so
         :func:`~shardwright.save` and :func:`~shardwright.load` keep them, under another layout too. Inside of ``with
         averages.applied():`` the parameters are the averages, to evaluate, predict or take a ``state_dict``. A second
-        call for the same optimizer, as a cell of a notebook that runs again makes it, returns the same averages.
+        call for the same optimizer, such as that of a notebook's cell that runs again, returns the same averages.
 
-        Traffic: none. Raises: PlanError: ``decay`` is not from 0 to below 1, averages with another decay or start are
-        there, the optimizer is not over the run's parameters, or the layout offloads their state.
+        Traffic: none. Raises: PlanError: ``decay`` is not from 0 to below 1, the optimizer has averages with another
+        decay or start, it is not over the run's parameters, or the layout offloads their state.
 
         >>> import shardwright as sw
         >>> model = nn.Linear(1, 1, bias=False)
@@ -601,16 +605,16 @@ class Run(RankState):
 
         All ranks call it. With ``full``, ``state`` has whole tensors by their plain names, as the plain model's
         ``state_dict`` or :meth:`state_dict` returns them: on every rank, or on ``from_rank`` alone, which sends one
-        tensor after the other; the others' ``state`` is not read. Without ``full`` it has this rank's own parts, as
-        ``state_dict(full=False)`` of the same layout returns them. With ``strict``, names must be those of the model;
-        without, what fits by name is loaded. State of optimizers stays as it is.
+        tensor after the other; the ``state`` of other ranks is not read. Without ``full`` it has this rank's own parts,
+        as ``state_dict(full=False)`` of the same layout returns them. With ``strict``, names must be those of the
+        model; without, the tensors whose names fit are loaded. State of optimizers stays as it is.
 
         Returns the names that were loaded, those that were missing and those that the model does not have.
 
         Traffic: gathers of names and shapes as text, if ``full``, and of error texts, and one all-reduce of two
             numbers; with ``from_rank`` one broadcast of each tensor.
-        Raises: CheckpointError, on every rank: names, shapes or kinds of dtypes are not the model's, or ranks were
-            given other ones. Nothing is changed then. PlanError: ``from_rank`` without ``full``.
+        Raises: CheckpointError, on every rank: names, shapes or kinds of dtypes are not the model's, or differ between
+            ranks. Nothing is changed then. PlanError: ``from_rank`` without ``full``.
 
         >>> import shardwright as sw
         >>> model = nn.Linear(4, 2)

@@ -28,7 +28,7 @@ _FIXED = {
     "parameters": "write to their tensors, then run.changed(), or write run.load_state_dict(state)",
     **dict.fromkeys(("plan", "world", "axes", "coord"), "write sw.parallelize(model, layout, world)"),
 }
-"""Attributes of a run that its steps do not read again, so that they are not set, with what to write instead."""
+"""Attributes of a run that code may not set, because steps would not read the new value, with what to write instead."""
 
 
 def is_fixed(name: str) -> bool:

@@ -24,17 +24,17 @@ def check_same_start(
     """Raises PlanError, on every rank, unless all ranks have been given the same parameters, buffers, layout and seed.
 
     Copies that start different stay different, and sums of their gradients mean nothing. Strided tensors with values
-    are compared by all their bits, tensors on the meta device by what a constructor recorded to fill them with, and
-    sparse tensors by shape and dtype only. The tensors of ``example``, by whose values the layout was planned, are
-    compared in the same way; it is None if no values were read. On a single rank, and if ranks are on the meta device,
-    nothing is compared.
+    are compared by all their bits, tensors on the meta device by the record of how a constructor fills them, and sparse
+    tensors by shape and dtype only. The tensors of ``example`` are compared in the same way, if the plan depends on
+    their values; otherwise ``example`` is None. On a single rank, and if ranks are on the meta device, nothing is
+    compared.
 
     All ranks call it.
 
     Traffic: one all-reduce of two numbers; two if ranks are threads and do not share the tensors. Where ranks differ, a
         description of each tensor is gathered as text too.
     """
-    if everyone.size == 1 or everyone.device.type == "meta":  # no peers, or no values: spare the digests
+    if everyone.size == 1 or everyone.device.type == "meta":  # no peers or no values: no digests are needed
         return
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors |= {f"{_EXAMPLE} {number}": tensor for number, tensor in enumerate(tensors_of(example))}
@@ -44,7 +44,7 @@ def check_same_start(
 
     first = [f"{_LAYOUT}{layout}", f"seed {seed}"]
     if world.local and first_difference_async(everyone, [*first, *_lines(tensors, address)])() is None:
-        return  # threads that were given one model: no need to read its values
+        return  # threads that share one model: its values need not be read
     lines = _lines(tensors, lambda tensor: f"values {tensor_digest(tensor)}")
     check_agreement(everyone, [*first, *lines], _different_models)
 
@@ -60,24 +60,24 @@ def _lines(tensors: Mapping[str, Tensor], content: Callable[[Tensor], str]) -> l
     return lines + [f"{n}: filled by {text_digest(str(r.text())):x}" for n, r in records.items() if r is not None]
 
 
-def _different_models(found: Difference) -> PlanError:
-    if _EXAMPLE in str(found):
+def _different_models(difference: Difference) -> PlanError:
+    if _EXAMPLE in str(difference):
         return PlanError(
             "ranks were given different examples, and the model's code needs values of its inputs",
-            given=str(found),
+            given=str(difference),
             allowed="the same example on every rank, by which all plan alike",
             fix="give every rank the inputs of the same global batch, as it is before run.shard cuts it",
         )
-    if f"'{_LAYOUT}" in str(found):
+    if f"'{_LAYOUT}" in str(difference):
         return PlanError(
             "ranks were given different layouts",
-            given=str(found),
+            given=str(difference),
             allowed="the same line of layout on every rank",
             fix="give every rank the same line: it says how all of them share the work",
         )
     return PlanError(
         "ranks were given different models, and would train copies that are none, or mix parts of several",
-        given=str(found),
+        given=str(difference),
         allowed="the same parameters, buffers and seed on every rank",
         fix="build the model under sw.without_values(), which starts alike anywhere, or once before launch(), or "
         "load one checkpoint on every rank; where ranks are processes, torch.manual_seed(0) before building does",

@@ -1,4 +1,4 @@
-"""Checks of a recorded forward for what makes a step depend on which rank or microbatch has which samples."""
+"""Checks a recorded forward for code that makes a step depend on which rank or microbatch has which samples."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def warn_unseen(graph: ModelGraph, plan: Plan, world: World) -> None:
 
 
 def warn_of_means(graph: ModelGraph, loss: nn.Module, plan: Plan, world: World) -> None:
-    """Warns, on rank 0, where a model that computes its own loss takes a mean over something else than its labels.
+    """Warns, on rank 0, if a model that computes its own loss takes a mean over something else than its labels.
 
-    Ranks and microbatches then have means over numbers that are not known outside of the model.
+    The divisors of the means on ranks and microbatches are then not known outside of the model.
     """
     if world.rank or not isinstance(loss, ModelLoss) or not cuts_batch(plan) or graph.draws is None:
         return
@@ -97,10 +97,10 @@ def warn_of_loss_norms(loss: nn.Module, plan: Plan, world: World) -> None:
 
 
 def warn_of_added_terms(graph: ModelGraph, plan: Plan, world: World) -> None:
-    """Warns, on rank 0, of users' backwards that add terms of their own, where the layout cuts the batch.
+    """Warns, on rank 0, of users' backwards that add terms of their own to gradients, if the layout cuts the batch.
 
-    The gradients of a rank's or microbatch's loss are its share of those of one device, and so is a term that is a sum
-    over its samples; one that is a mean is not.
+    Gradients of ranks and microbatches are shares that add up to those of one device. A term that is a sum over samples
+    adds up too; a term that is a mean would be added whole by each rank and microbatch.
     """
     if world.rank or not cuts_batch(plan) or graph.failure:
         return
@@ -115,10 +115,10 @@ def warn_of_added_terms(graph: ModelGraph, plan: Plan, world: World) -> None:
 
 
 def warn_of_counts(graph: ModelGraph, loss: nn.Module, plan: Plan, world: World) -> None:
-    """Warns, on rank 0, where a forward computes values of samples with their number, or a sample's place in the batch.
+    """Warns, on rank 0, if a forward computes with the number of samples, or with a sample's place in the batch.
 
-    Such are ``x / len(x)`` and ``x + arange(len(x))``. Ranks and microbatches have fewer samples than one device has,
-    and begin with others. A model that computes its own loss takes a mean by their number.
+    Examples are ``x / len(x)`` and ``x + arange(len(x))``. A rank or microbatch has fewer samples than one device, and
+    another first sample. The number of samples is allowed in a model that computes its own loss, for its mean.
     """
     if world.rank or not cuts_batch(plan):
         return
@@ -141,7 +141,10 @@ def warn_of_counts(graph: ModelGraph, loss: nn.Module, plan: Plan, world: World)
 
 
 def _cut_layers(plan: Plan, coord: Mapping[str, int]) -> set[str]:
-    """Returns the modules of whose activations ranks hold parts, where tensors do not tell which; "" is the model."""
+    """Returns the paths of modules ("" for the model) of whose activations this rank holds parts that carry no tag.
+
+    On tensor-parallel shards, layers are left out, because their tensors tell which part they are.
+    """
     if plan.token_axes:
         return {""}
     layers = () if runs_on_shards(plan) else (*plan.roles, *plan.notes)

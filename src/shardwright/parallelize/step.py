@@ -93,8 +93,8 @@ class TrainStep:
         self._widens = plan.layout.precision != "fp32"
         self._executor, self._sync, self._shard = executor, sync, executor.batch_shard
         self._everyone = axes["world"]
-        self._joins = True  # until an output that cannot be joined from the ranks' shares
-        self._told: set[str] = set()  # structures of outputs that are known to be of samples
+        self._joins = True  # False after the first output that cannot be joined from the ranks' shares
+        self._told: set[str] = set()  # structures of outputs whose tensors are known to hold samples
         # under ZeRO the optimizer steps shards, and the model computes with whole tensors made of them
         self._stored = {n: p for n, p in parameters.items() if p is not executor.parameters.get(n)}
         self._structure = structure_of(executor.model)
@@ -106,7 +106,7 @@ class TrainStep:
         self._has_marks = False  # whether all samples share some targets of the first batch
         self._reads_loss = self._is_of_parts = not known and (several or bool(plan.row_axes))
         self._meets = False  # whether samples are known to meet in the loss
-        self._is_checked = self._everyone.device.type == "meta"  # of a rehearsal, where no rank has values
+        self._is_checked = self._everyone.device.type == "meta"  # a rehearsal has no values to check
         self._takes_gradients = plan.schedule is not None and not known and takes_gradients(loss)
         self._settings, self._check_reads, self._knows_reads = settings_of(loss), check_reads, known or self._is_checked
 
@@ -117,13 +117,13 @@ class TrainStep:
         one overflowed. With ``update``, an optimizer, offloaded param groups are updated during the backward where that
         is possible; their gradients are None afterwards. The optimizer's own step is left to the caller.
 
-        Raises: PlanError: no parameter requires a gradient, one was frozen or unfrozen, or it or a submodule was
-            replaced or removed, since the model was laid out, a microbatch without samples needs statistics of its own,
-            or is one that the model does not take, or gradients are not finite, with ``stop_at_nan`` or at the least
-            fp16 loss scale.
+        Raises: PlanError: no parameter requires a gradient; since the model was laid out, a parameter was frozen or
+            unfrozen, or a parameter or submodule was replaced or removed; a microbatch without samples needs statistics
+            of its own, or the model fails on it; or, with ``stop_at_nan`` or at the least fp16 loss scale, gradients
+            are not finite.
         """
         check_trains(self.plan)
-        with torch._C.DisableTorchFunctionSubclass():  # parameters that are marked between steps answer slowly
+        with torch._C.DisableTorchFunctionSubclass():  # parameters that ZeRO marks between steps answer slowly
             check_frozen(self._executor.parameters, self.plan.frozen)
             check_frozen(self._stored, self.plan.frozen)
             check_structure(self._structure)
@@ -145,7 +145,7 @@ class TrainStep:
         self._sync.begin(self._executor.in_order(schedule.actions[stage]), len(pieces))
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         overlapped = None if self._stops_at_nan or update is None else overlapped_offload(self.plan, self.offload)
-        # alone, a rank knows the real count, and has the gradients of a plain loop to the last bit
+        # a single rank knows the real count, so its gradients are those of a plain loop to the last bit
         alone = self._everyone.size == len(pieces) == 1 and self.loss_scale is None and overlapped is None
         widest = max((p.dtype.itemsize for p in self.parameters.values()), default=0) if alone else 0
         scale_of_sum = None if alone else scale / expected
@@ -160,20 +160,20 @@ class TrainStep:
                 events.before_sync()
         mean, divisor, num_targets = early_mean[0] if early_mean else global_mean()
         if self.offload is not None and not divisor.is_meta:
-            divisor = divisor.to("cpu", non_blocking=True)  # it comes with the gradients, for which after_sync waits
+            divisor = divisor.to("cpu", non_blocking=True)  # after_sync waits for it, as for the gradients
         self._sync.finish()
         for events in self._executor.events:
             events.after_sync()
         finish_gradients(
             self.parameters, self._everyone.for_strategy("core"), self.loss_scale,
-            # of the sum 1 / scale, unless some targets are ignored
+            # gradients of the loss sum, times scale / expected unless alone, become those of the mean
             torch.ones(()) if last.is_mean else (1 if alone else expected) / divisor / scale,
             number, stops_at_nan=self._stops_at_nan,
         )  # fmt: skip
         return mean, num_targets
 
     def _loss_of(self, output: Any, targets: Any) -> Any:
-        if self._reads_loss:  # the first time, of a user's loss, and where the layout cuts samples
+        if self._reads_loss:  # only in the first call of a user's loss, and if the layout cuts samples
             self._reads_loss, self._meets = False, warn_of_loss(self.loss, output, targets)
             if not self._meets and not self._has_marks:
                 warn_of_halves(self.loss, output, targets, stacklevel=2)
@@ -229,9 +229,9 @@ class TrainStep:
     def predict(self, inputs: Any) -> Any:
         """Returns the model's output for all samples of ``inputs``, on every rank, in eval mode without gradients.
 
-        ``inputs`` are all samples, equal on every rank. Each computes its share of them, and they join their outputs.
-        Every rank computes all samples where there are fewer of these than shares, under ``own-statistics``, and where
-        an output cannot be joined.
+        ``inputs`` are all samples, equal on every rank. Each rank computes its share of them, and ranks join their
+        outputs. Every rank computes all samples if there are fewer samples than shares, under ``own-statistics``, and
+        if an output cannot be joined.
 
         Raises: PlanError, on every rank: ranks were given different inputs.
         """
@@ -273,19 +273,19 @@ class TrainStep:
                 output = share_output(self.axes["pp"], end.outputs.get(0), self.plan.schedule.stage_of[-1])
         output = join_parts(output, self.plan, self.axes, self._shard)
         if num_global is None and self.plan.row_moves.get(OUTPUT) and not self.plan.token_axes:
-            # layers that gather samples over an axis gathered as many copies: every rank began with all samples
+            # every rank began with all samples, so layers that gather samples over an axis have repeated them
             output = tree_map_only(Tensor, lambda tensor: tensor[: len(samples)], output)
         return output
 
     def _begin(self, num_tokens: int) -> None:
-        """Resets the strategies, in case a step has failed, takes the loss's settings, and notes a sample's tokens.
+        """Resets the strategies, in case a step has failed, takes over settings of the loss, and sets ``num_tokens``.
 
         Raises: PlanError: a parameter's dtype was changed since the model was laid out.
         """
         check_dtypes(self._executor.parameters, self.plan.compute_dtypes)
         if self._settings is not None:
             self._settings.renew()
-        torch.clear_autocast_cache()  # of an earlier step in the same block: casts of the parameters as they were
+        torch.clear_autocast_cache()  # it may hold casts of the parameters' old values, from a step in the same block
         for events in self._executor.events:
             events.restart()
         self._shard.set_num_tokens(num_tokens)

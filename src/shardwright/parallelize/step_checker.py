@@ -71,5 +71,5 @@ class StepChecker:
         if run.world.size > 1:
             updates = self._guard.updates.lines(), self._guard.updates_of_all.lines()
             check_ranks(run.plan, run.axes, run.parameters, values, batch, run.num_steps, earlier, updates)
-        # after the comparison, in which all ranks take part: the warning may be an error, of one rank alone
+        # after the comparison, which is a collective: a filter may turn the warning into an error of one rank alone
         self._guard.warn_if_unchanged({name: values[name] for name in trained})

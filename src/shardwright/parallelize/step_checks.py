@@ -29,7 +29,7 @@ def check_full(model: nn.Module, plan: Plan, num_global: int) -> None:
     Only the layout option ``own-statistics`` with layers such as BatchNorm needs a sample or more in every microbatch.
     ``num_global`` is the number of samples of the global batch.
     """
-    # the first rank has the most samples of a balanced cut: all ranks decide by it, and so alike
+    # the first rank has the most samples of a balanced cut; all ranks decide by its number, and so decide alike
     number, first = plan.layout.num_microbatches, dict.fromkeys(plan.mesh.axes, 0)
     if not plan.layout.own_statistics or len(plan.batch_shard(first).local_samples(num_global)) >= number:
         return
@@ -85,10 +85,10 @@ def torch_errors_explained(plan: Plan) -> Iterator[None]:
 
 @contextmanager
 def explained_on_part_of_batch(layout: Layout, targets: Any, *, meets: bool) -> Iterator[None]:
-    """Returns a context that turns errors of a loss into PlanErrors if its getting a part of the batch may be why.
+    """Returns a context that turns errors of a loss into PlanErrors if they may come of its getting a part of a batch.
 
-    These are indices out of bounds where ``targets`` are the places of samples in the whole batch, as those of a
-    contrastive loss, and, if samples are known to meet in the loss (``meets``), all errors about sizes.
+    If samples are known to meet in the loss (``meets``), these are all errors about sizes. Otherwise they are indices
+    out of bounds if ``targets`` are the places of samples in the whole batch, as those of a contrastive loss.
     """
     try:
         yield
@@ -114,7 +114,7 @@ _SIZES = re.compile(r"\bsizes?\b|batch_size|shape|dimension|out of (bounds|range
 
 
 def _are_places(leaf: Any) -> bool:
-    """Returns whether a tensor holds the numbers of consecutive samples, which begin behind those of another part."""
+    """Returns whether a tensor holds the numbers of consecutive samples that follow those of another part."""
     if not isinstance(leaf, Tensor) or leaf.dim() != 1 or leaf.is_floating_point() or not len(leaf):
         return False
     numbers = leaf.tolist()
@@ -122,7 +122,7 @@ def _are_places(leaf: Any) -> bool:
 
 
 _DTYPES = re.compile(r"BFloat16|bfloat16|\bHalf\b|float16|same dtype|mixed dtype")
-"""What errors of torch say about an operator that does not run in bf16 or fp16, or not on tensors of two dtypes."""
+"""Words of torch's errors for an operator that does not run in bf16 or fp16, or not on tensors of two dtypes."""
 
 
 def check_trains(plan: Plan) -> None:
@@ -156,7 +156,7 @@ def check_frozen(parameters: Mapping[str, nn.Parameter], frozen: Collection[str]
 
 def check_dtypes(parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype]) -> None:
     """Raises PlanError if a parameter of the run's model has another dtype than the layout computes in (``dtypes``)."""
-    with torch._C.DisableTorchFunctionSubclass():  # parameters that are marked between steps answer slowly
+    with torch._C.DisableTorchFunctionSubclass():  # parameters that ZeRO marks between steps answer slowly
         changed_dtypes = {name: p.dtype for name, p in parameters.items() if p.dtype != dtypes.get(name, p.dtype)}
     if changed_dtypes:
         name, dtype = next(iter(changed_dtypes.items()))
@@ -178,7 +178,7 @@ def structure_of(model: nn.Module) -> tuple[HeldObject, ...]:
         (held, name, value)
         for module in model.modules()
         for held in _held_by(module)
-        for name, value in dict[str, Any].items(held)  # without unsharding any
+        for name, value in dict[str, Any].items(held)  # the method of dict itself, which unshards no parameter
     )
 
 
@@ -209,7 +209,7 @@ def check_structure(structure: Iterable[HeldObject]) -> None:
 
 
 Code = tuple[str, nn.Module, Any]
-"""A module's path, the module, and the ``forward`` that was assigned to it, None for that of its class."""
+"""A module's path, the module, and the ``forward`` that was assigned to it; None if it has that of its class."""
 
 
 def code_of(model: nn.Module) -> tuple[Code, ...]:
@@ -218,7 +218,7 @@ def code_of(model: nn.Module) -> tuple[Code, ...]:
 
 
 def check_code(code: Iterable[Code]) -> None:
-    """Raises PlanError if a module's ``forward`` was replaced since, by another than the library's."""
+    """Raises PlanError if a module's ``forward`` was replaced since :func:`code_of`, and not by this library."""
     for path, module, before in code:
         now = vars(module).get("forward")
         if now is not before and not isinstance(now, MetaForward) and not is_composed(module):

@@ -1,14 +1,18 @@
 """Raises errors for uses of torch's optimizers and clipping that would train nothing, or lose or distort gradients.
 
-A plain model whose run has trained keeps its values of before; reading it, by ``state_dict()``, ``eval()`` or a call,
-gives a warning.
+A plain model keeps its old values while its run trains a copy. Reading the plain model then, by ``state_dict()``,
+``eval()`` or a call, gives a warning.
 
 torch calls the hooks of this file before and after each step of every optimizer, including those not made by
-``Run.optimizer``. ``clip_grad_norm_`` has no such hook; the function with which it scales gradients, which is also
-``clip_grads_with_norm_``, is replaced by one that checks first. So are two methods of modules, once a run of this
-process has trained, and torch's start of a backward, whose error for a loss of ``Run.step`` then says what to write.
-``Optimizer.load_state_dict`` is replaced by one that has the run watch the optimizer first.
-Calls are watched of the plain model alone, by a :class:`_ReadGuard`. A step guard is called only in the thread that
+``Run.optimizer``. Where torch has no such hook, one of its functions is replaced by a function that checks first:
+
+- the function with which ``clip_grad_norm_`` scales gradients (also ``clip_grads_with_norm_``), the one that computes
+  the norm, and the check that both conversions between parameters and a vector call;
+- ``Module.state_dict`` and ``Module.eval``, once a run of this process has trained;
+- the start of a backward: its error for a loss of ``Run.step`` then says what to write;
+- ``Optimizer.load_state_dict``, so that the run watches the optimizer before it loads.
+
+Calls are watched for the plain model alone, by a :class:`_ReadGuard`. A step guard is called only in the thread that
 made its run, since ranks may be threads.
 """
 
@@ -46,12 +50,12 @@ class StepGuard:
     """Watches a run's steps and every optimizer step and gradient clipping of torch, and raises an error for misuse.
 
     ``parameters`` are the tensors that the run's optimizer updates. ``models`` have tensors that a user may confuse
-    with these and that no step of the run reads: the run's model, where a strategy stores parameters in another form,
-    and behind it the plain model, if it is known. ``watch`` returns a function, or None if the run is gone.
-    It is called once for each optimizer over the run's parameters, before that first steps or loads state. If ranks
-    ``are_compared``, the learning rates of every update are recorded for the comparison. ``num_waiting`` counts the
-    steps whose gradients no optimizer has used yet, and ``num_updates`` the steps of optimizers that update the run's
-    parameters.
+    with these and that no step of the run reads: the first is the run's model, where a strategy stores parameters in
+    another form, and the second, if it is known, the plain model. ``watch()`` returns a function, or None if the run no
+    longer exists. That function is called once for each optimizer over the run's parameters, before the optimizer first
+    steps or loads state. If ranks ``are_compared``, the learning rates of every update are recorded for the comparison.
+    ``num_waiting`` counts the steps whose gradients no optimizer has used yet, and ``num_updates`` the steps of
+    optimizers that update the run's parameters.
     """
 
     def __init__(
@@ -60,11 +64,12 @@ class StepGuard:
     ) -> None:  # fmt: skip
         self.plan, self.parameters, self.are_compared = plan, parameters, are_compared
         self.num_waiting = self.num_updates = self._num_calls = 0
-        self.last_loss: tuple[Tensor | None, int] = None, 0  # of the last step, and the number of updates before it
-        self._past_samples = 0  # a digest: what differed between two comparisons of the ranks counts
+        self.last_loss: tuple[Tensor | None, int] = None, 0  # the last step's loss, and the number of updates before it
+        self._past_samples = 0  # a digest of all steps, so that a difference between two comparisons is found too
         self.updates, self.updates_of_all = UpdateLog(), UpdateLog()
-        self._values: tuple[int, int, dict[str, str]] | None = None  # since which step, after how many updates
-        self._accepted: WeakSet[torch.optim.Optimizer] = WeakSet()  # their groups are checked
+        # the last change seen: number of steps before it, number of updates, and the parameters' digests
+        self._values: tuple[int, int, dict[str, str]] | None = None
+        self._accepted: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers whose groups are checked
         self._watch, self._watched = watch, WeakSet[torch.optim.Optimizer]()
         self._of_all: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._own = {id(parameter) for parameter in parameters.values()}
@@ -72,7 +77,7 @@ class StepGuard:
         self._of_run = {id(p): ref(p) for p in models[0].parameters() if id(p) not in self._own}
         self._plain = [(ref(model), _version_of(model)) for model in models[1:]]
         self._others: dict[int, ReferenceType[Tensor]] = {id(p): ref(p) for p in others if id(p) not in self._own}
-        # gradients of a backward before the run, as of a first try of the model
+        # gradients from before the run, as from a backward in which the user tried the model
         every = ((key, other()) for key, other in self._others.items())
         self._gradients_before = {
             key: (ref(p.grad), p.grad._version) for key, p in every if p is not None and p.grad is not None
@@ -95,7 +100,7 @@ class StepGuard:
             self._of_all.add(optimizer)
 
     def before_use(self, optimizer: torch.optim.Optimizer) -> None:
-        """Has the run watch an optimizer from now on if it is over the run's parameters, however it was made."""
+        """Makes the run watch an optimizer from now on if it is over the run's parameters, however it was made."""
         watch = self._watch()
         if watch is not None and optimizer not in self._watched and self._updates(optimizer):
             self._watched.add(optimizer)
@@ -111,7 +116,10 @@ class StepGuard:
             self.num_waiting = 0
 
     def is_plain(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor is one that no step of the run reads, as of the plain model, or shares memory."""
+        """Returns whether no step of the run reads a tensor, for example because it is one of the plain model's.
+
+        A tensor that shares memory with such a one counts too.
+        """
         others = [
             other for reference in self._others.values() if (other := reference()) is not None and not other.is_meta
         ]
@@ -159,8 +167,8 @@ class StepGuard:
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Counts a step of ``optimizer`` if it updates the run's parameters; called after the step.
 
-        Then ``num_waiting`` becomes 0, also if the parameters that it updates are on other stages. If ranks are
-        compared, the step and its learning rates are recorded for the comparison.
+        ``num_waiting`` becomes 0 then, also if all parameters that ``optimizer`` updates are on other stages. If ranks
+        are compared, the step and its learning rates are recorded for the comparison.
         """
         updates = self._updates(optimizer)
         if updates or optimizer in self._accepted:
@@ -189,7 +197,7 @@ class StepGuard:
         """
         if not values:
             return
-        # accumulate takes several steps in one call, before one update
+        # steps are counted in calls, since accumulate takes several steps in one call, before one update
         since, num_updates, before = self._values or (self._num_calls, 0, {})
         if before != values or num_updates != self.num_updates:
             self._values = self._num_calls, self.num_updates, dict(values)
@@ -209,7 +217,7 @@ class StepGuard:
     def warns_of_loss(self, number: int, *, may_wait: bool) -> bool:
         """Warns before step ``number``, and returns True, if the update before it was from a loss that is not finite.
 
-        ``may_wait`` says whether the host may wait for a loss that is on an accelerator, else it is not looked at.
+        A loss on an accelerator is read only with ``may_wait``, which says that the host may wait for its value.
         """
         loss, num_updates = self.last_loss
         if (
@@ -269,10 +277,10 @@ class StepGuard:
         if any(id(tensor) in own for tensor in gradients):
             self._refuse_clipping(f"a rank's part of the gradients under {self.plan.layout}, as of '{self._cut}'")
 
-    def _refuse_clipping(self, given: str) -> NoReturn:
+    def _refuse_clipping(self, clipped: str) -> NoReturn:
         raise PlanError(
             "clipping by torch would scale each rank's gradients by another number",
-            given=given,
+            given=clipped,
             allowed="the norm over the whole model, which the run takes over all ranks",
             fix="write run.clip_grad_norm_(max_norm)",
         )
@@ -283,14 +291,17 @@ class StepGuard:
         return tensor.grad is before() and tensor.grad is not None and tensor.grad._version == version
 
     def _holds_others(self, tensors: Iterable[Tensor]) -> bool:
-        """Returns whether no step of the run reads some of these tensors, and only the run's have new gradients."""
+        """Returns whether some of these tensors are the plain model's, or others that no step of the run reads.
+
+        Returns False if other code trains them: if a tensor that is not the run's has a new gradient.
+        """
         has_other = False
-        with torch._C.DisableTorchFunctionSubclass():  # a parameter of which there are shards would raise
+        with torch._C.DisableTorchFunctionSubclass():  # reading the gradient of a sharded parameter would raise
             for tensor in tensors:
                 if id(tensor) in self._own:
                     continue
                 if tensor.grad is not None and not self._is_from_before(tensor):
-                    return False  # trained by other code
+                    return False  # other code trains this tensor
                 other = self._others.get(id(tensor))
                 has_other = has_other or (other is not None and other() is tensor)
         return has_other
@@ -327,7 +338,8 @@ def _load_with_look(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
 _UNTRAINED: dict[int, tuple[ReferenceType[nn.Module], tuple[tuple[int, int], ...], bool]] = {}
 """Plain models whose runs have taken an update, by id, each with the versions of its parameters when the run was made.
 
-The last is whether ranks that are processes have trained copies of it. Ranks that are threads share the dict.
+The third entry says whether ranks that are processes have trained copies of the model. Ranks that are threads share
+the dict.
 """
 
 
@@ -339,14 +351,14 @@ def _version_of(model: nn.Module) -> tuple[tuple[int, int], ...]:
 def _has_trained(
     plain: ReferenceType[nn.Module], version: tuple[tuple[int, int], ...], *, elsewhere: bool = False
 ) -> None:
-    """Remembers that a run has updated its parameters, so that the plain model it was made of holds older values.
+    """Remembers that a run has updated its parameters, so that the plain model from which it was made has old values.
 
-    ``elsewhere`` says that it was a run of ranks which are processes, of a copy of the model.
+    ``elsewhere`` says that the ranks of the run are processes, which have trained a copy of the model.
     """
     if (model := plain()) is None:
         return
     note_trained(model)
-    if nn.Module.eval is _EVAL:  # the first one of this process
+    if nn.Module.eval is _EVAL:  # this is the first model of this process
         _look_before_reading()
     key = id(model)
     _UNTRAINED[key] = ref(model, lambda _: _UNTRAINED.pop(key, None)), version, elsewhere
@@ -355,7 +367,7 @@ def _has_trained(
 
 
 def _warn_of_old_values(model: nn.Module, call: str, fix: str, stacklevel: int = 3) -> None:
-    """Warns, once a model, if its run has trained and it still has the values of before."""
+    """Warns, once for each model, if its run has trained and the model still has its old values."""
     plain, version, elsewhere = _UNTRAINED.get(id(model), (None, (), False))
     if plain is None or plain() is not model or _UNTRAINED.pop(id(model), None) is None:  # another rank has warned
         return
@@ -379,14 +391,15 @@ def _warn_of_old_values(model: nn.Module, call: str, fix: str, stacklevel: int =
 _CALL = "_compiled_call_impl"
 """The attribute that torch calls in place of a module's forward with its hooks, where ``module.compile()`` set it.
 
-A copy or a file of the module does not have it.
+torch leaves it out of copies and pickles of the module.
 """
 
 
 class _ReadGuard:
     """Warns at the first call of a plain model whose run has trained, and removes itself; other modules are not slower.
 
-    It stands in the plain model's attribute for compiled calls, and keeps what ``model.compile()`` has put there.
+    It replaces the plain model's attribute for compiled calls, and puts back the value that ``model.compile()`` has set
+    there.
     """
 
     def __init__(self, model: nn.Module) -> None:

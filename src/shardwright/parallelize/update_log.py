@@ -25,10 +25,10 @@ class UpdateLog:
 
     def __init__(self) -> None:
         self.num_updates = 0
-        self._past = 0  # a digest: what differed between two comparisons of the ranks counts
+        self._past = 0  # a digest of all steps, so that a difference between two comparisons of ranks is found too
         self._numbers: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._count = itertools.count()
-        # by number, rates and options of each optimizer that has made a step since lines()
+        # (rates, options) of each optimizer that has made a step since lines() was called last, by its number
         self._recent: dict[int, tuple[str, str]] = {}
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:

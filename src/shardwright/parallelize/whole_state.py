@@ -25,9 +25,9 @@ from shardwright.sharding.tensor_layout import TensorLayout
 
 
 def warn_of_extra_state(model: nn.Module) -> None:
-    """Warns of each module whose class has a ``get_extra_state``.
+    """Warns of each module whose class has a ``get_extra_state`` or ``set_extra_state``.
 
-    What that returns is in no state dict, checkpoint or weights file of a run.
+    Such extra state is in no state dict, checkpoint or weights file of a run.
     """
     kinds = (nn.Module.get_extra_state, nn.Module.set_extra_state)
     for path, module in model.named_modules():
@@ -86,7 +86,7 @@ class _ZeroGradients:
         return _ZeroGradients(copy.deepcopy(module, memo), ())
 
     def __reduce__(self) -> Any:
-        """Returns how a pickle of the module holds it: as the ``zero_grad`` of any module."""
+        """Returns how a pickle of the module holds this object: as the ``zero_grad`` of any module."""
         return partial, (nn.Module.zero_grad, self._module())
 
 
@@ -98,7 +98,7 @@ _PARTS = (
     "load_state_dict() of the run's model would need the shapes of a rank's parts",
     "of whose parameters this rank holds parts, or nothing",
 )
-"""Why a state dict is refused, and what is said of the module."""
+"""Pairs of texts for an error: why a state dict is refused, and what is wrong with the module."""
 
 
 def refuse_loads(model: nn.Module, plan: Plan, parameters: Mapping[str, nn.Parameter], coord: Coord) -> None:
@@ -133,7 +133,7 @@ def _refuse_load(
     *_: Any
 ) -> None:  # fmt: skip
     if id(module) != own:
-        return  # a copy, such as averages of the parameters, takes its hooks along
+        return  # the hook of a copy of the module, such as one of averaged parameters: copies keep hooks
     values = {name: state[f"{prefix}{name}"] for name in names if f"{prefix}{name}" in state}
     if why is _PARTS:
         own_shapes = {name: None if p is None else p.shape for name, p in module._parameters.items()}
@@ -141,7 +141,7 @@ def _refuse_load(
             name: value for name, value in values.items() if getattr(value, "shape", None) != own_shapes.get(name)
         }
     if not values:
-        return  # such as a dict of buffers alone
+        return  # for example, a dict of buffers alone can be loaded
     what, described = why
     raise PlanError(
         what,
@@ -155,7 +155,8 @@ def _refuse_load(
 def refuse_parts(model: nn.Module, plan: Plan, coord: Coord) -> None:
     """Makes ``state_dict`` and copies of a run's model raise PlanError where they would hold parts of it.
 
-    So do ``save_pretrained`` of transformers, ``torch.save(run.model, file)``, and ``AveragedModel`` of torch.
+    So ``save_pretrained`` of transformers, ``torch.save(run.model, file)`` and ``AveragedModel`` of torch, which use
+    these, raise it too.
     """
     parts = {name for name, layout in plan.compute.items() if layout.local_shape(coord) != layout.shape}
     held = {module: names[0] for module, names in _holders(model, parts).items()}
@@ -165,7 +166,7 @@ def refuse_parts(model: nn.Module, plan: Plan, coord: Coord) -> None:
             held.setdefault(model, name)
     for module, name in held.items():
         module.register_state_dict_pre_hook(partial(_refuse_part, "state_dict() of the run's model", name, plan.layout))
-        # copy and pickle read it of the object
+        # copy and pickle look this method up on the object, not on its class
         vars(module)["__reduce_ex__"] = partial(_refuse_part, "a copy of the run's model", name, plan.layout)
 
 
@@ -286,8 +287,8 @@ def whole_state(run: RankState) -> dict[str, Tensor]:
 def gather_whole(everyone: Axis, mesh: Mesh, layout: TensorLayout, local: Tensor, first: int) -> Tensor:
     """Returns the whole tensor in host memory, from the pieces that each rank owns; all ranks call it.
 
-    ``local`` is this rank's part and, on a rank that has none, any tensor of that dtype. ``first`` is the index of the
-    rank that owns a tensor of which each rank that stores it has a copy.
+    ``local`` is this rank's part or, on a rank that has none, any tensor of that dtype. If no axis cuts the tensor, the
+    rank with index ``first``, one of those that store it, sends it.
 
     Traffic: one all-gather, in which each element is sent once.
     """

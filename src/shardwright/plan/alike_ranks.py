@@ -1,9 +1,9 @@
 """Finds which ranks send alike: ranks whose tensors, samples and neighbours have the same sizes.
 
 The messages of 3,072 ranks are then computed for a few of them. Two indices of an axis are alike if exchanging one for
-the other changes no size: that of no shard of a parameter, a buffer or an activation, and no number of samples or
-tokens, whatever the indices on the other axes are. So not only the ranks themselves hold as much, but also those that
-they send to. Stages are never alike, because each runs other actions.
+the other changes no size, whatever the indices on the other axes are: neither the size of a shard (of a parameter, a
+buffer or an activation) nor a number of samples or tokens. Then the two ranks hold equally much, and so do the ranks
+that they send to. Stages are never alike, because each runs other actions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FeatureParts(NamedTuple):
 
 
 class TrafficCuts(NamedTuple):
-    """The sizes that a strategy's ``traffic`` reads beside those of the plan's parameters, buffers and inputs.
+    """The sizes that a strategy's ``traffic`` reads in addition to those of the plan's parameters, buffers and inputs.
 
     ``features`` are cuts of features, and ``rows`` the gathers and cuts of rows (samples or tokens) after which
     ``traffic`` counts rows. ``parted`` are axes along which ranks each send a balanced part of values between stages.
@@ -68,7 +68,7 @@ class AlikeRanks:
         self._parted_elements = parted_elements
         self._cuts = [cut for cut in cuts if cut is not None]
         self._inside = tuple(axis for axis in plan.mesh.axes if axis in mesh_axes("operators"))
-        # copies of the model that have other tokens would be told apart by their samples alone
+        # copies of the model with different tokens may have equally many samples, so they are classed apart
         tokens = plan.token_axes.difference(self._inside)
         apart = tokens.union(mesh_axes("stages"), *(cut.apart for cut in self._cuts))
         self._apart = frozenset(plan.mesh.axes if None in cuts else apart)
@@ -87,7 +87,8 @@ class AlikeRanks:
         representative = {axis: inside[axis][index] if axis in inside else index for axis, index in coord.items()}
         copies = [axis for axis in coord if axis not in apart and axis not in inside]
         if copies:
-            # copies with as many samples, that sum as much of sharded gradients, are alike: they gather no samples
+            # Copies of the model are alike if they have equal numbers of samples and sum equally much of gradients that
+            # are stored in parts: no samples are gathered across copies.
             key = (*counts, *(coord[axis] for axis in plan.mesh.axes if axis in apart and axis not in self._inside),
                    *(self._alike_in_sums[axis][coord[axis]] for axis in copies))  # fmt: skip
             first = self._first_copies.setdefault(key, coord)
@@ -103,22 +104,23 @@ class AlikeRanks:
 
     @cached_property
     def _sliced(self) -> frozenset[str]:
-        """The axes of which every index is a class of its own.
+        """The axes on which no two indices are taken as alike.
 
-        They are the axes that cut parameters and no operators, and those along which the parts of ranks overlap.
+        These are the axes that cut parameters but no operators and, if the parts of some ranks overlap, also all axes
+        that cut operators.
         """
         axes = {axis for layout in self._plan.compute.values() for axis in layout.axes if axis not in self._inside}
         return frozenset(axes) | (frozenset(self._inside) if self._overlaps else frozenset())
 
     @cached_property
     def _alike_in_sums(self) -> Mapping[str, tuple[int, ...]]:
-        """By axis, for each index the first index that sums equally much of the gradients that ranks store in parts."""
+        """By axis and index: the first index that sums equally much of the gradients that ranks store in parts."""
         mesh = self._plan.mesh
         return {axis: _first_alike(axis, mesh[axis], self._sum_tables) for axis in mesh.axes}
 
     @cached_property
     def _sum_tables(self) -> tuple[MessageTable, ...]:
-        """Tables of what each rank sums of gradients that ranks store in parts, for each kind of such param groups."""
+        """Tables of how much each rank sums of gradients that ranks store in parts, for each kind of param group."""
         plan, tables = self._plan, dict[Hashable, MessageTable]()
         stages = [axis for axis in plan.mesh.axes if axis in mesh_axes("stages")]
         for group in plan.param_groups:
@@ -128,7 +130,7 @@ class AlikeRanks:
                 continue
             summed = [axis for axis in stages if any(axis in axes for axes in over.values())]
             stored = [(plan.compute[name], layout) for name, layout in gradients.items()]
-            for axis in (axis for axis in stages if axis not in summed):  # stages hold other blocks, of the same kinds
+            for axis in (axis for axis in stages if axis not in summed):  # a group of the same kind on another stage
                 stored = [(compute.on_all(axis), layout.on_all(axis)) for compute, layout in stored]
             key = (*stored, *((over[name], sum_dtype(plan, name)) for name in gradients))
             if key not in tables:
@@ -136,7 +138,7 @@ class AlikeRanks:
         return tuple(tables.values())
 
     def _sums_of(self, group: ParamGroup, summed: Sequence[str]) -> MessageTable:
-        """Returns the table of what each rank sums of a param group, on one stage or, along ``summed``, on all."""
+        """Returns the table of how much each rank sums of a param group: on one stage, or on all along ``summed``."""
         plan = self._plan
         layouts = [plan.state[name].gradient for name in group.parameters]
         indices_by_axis = {
@@ -184,7 +186,8 @@ class AlikeRanks:
         tables = [*self._size_tables, *self._sum_tables, *self._row_tables(coord)]
         classes = {axis: _first_alike(axis, mesh[axis], tables) for axis in axes}
         for axis in (axis for axis in axes if any(axis in cut.parted for cut in self._cuts)):
-            # what crosses is known for one of the ranks that compute alike; then also whether all parts are equal
+            # The values sent between stages are computed for one rank of each class. Their sizes tell whether the parts
+            # that ranks send are equal.
             firsts = ({**coord, **{a: classes[a][coord[a]] for a in axes}, axis: first} for first in set(classes[axis]))
             values = sorted({size for at in firsts for size in self._parted_elements(at)})
             parts = zip(*([b - a for a, b in pairwise(balanced(size, mesh[axis]))] for size in values), strict=True)
@@ -207,7 +210,7 @@ class AlikeRanks:
         return tuple(tables)
 
     def _row_tables(self, coord: Coord) -> Iterable[MessageTable]:
-        """Yields tables of the rows that each rank of a model copy has of each microbatch, after gathers and cuts."""
+        """Yields tables of how many rows each rank of a model copy has in a microbatch, after row gathers and cuts."""
         plan, shard = self._plan, self._plan.batch_shard(coord)
         shard.set_num_tokens(self._num_tokens)
         ranks = [{**coord, **at} for at in plan.mesh.coords(self._inside)]

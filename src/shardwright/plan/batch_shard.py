@@ -71,7 +71,7 @@ def held_sizes(mesh: Mesh, axes: Collection[str], size: int) -> set[int]:
     """
     lengths = {size}
     for axis in mesh.axes:
-        if axis in axes:  # of balanced parts the first is the longest, and the last has one element less at most
+        if axis in axes:  # the first part is longest, the last has at most one less
             lengths = {len(balanced_part(length, mesh[axis], at)) for length in lengths for at in (0, mesh[axis] - 1)}
     return lengths
 
@@ -159,7 +159,7 @@ class BatchShard:
         self.num_tokens = 0
         self._num_global: int | None = None  # None: every rank holds all samples
         self._number = self._count = 0
-        # found once for each set of moves and coord, and replaced, not cleared, so that snapshots keep theirs
+        # caches by (moves, coord); a new microbatch gets new dicts, since snapshots keep the old ones
         self._found_samples: dict[tuple[RowMoves, tuple[int, ...]], tuple[int, ...]] = {}
         self._found_tokens: dict[tuple[RowMoves, tuple[int, ...]], tuple[int, ...]] = {}
 

@@ -207,7 +207,7 @@ def _pairs(model: nn.Module, overrides: Mapping[str, Override]) -> Iterator[Laye
 
 
 def _pairs_of(model: nn.Module, overrides: Mapping[str, Override], paths: list[str]) -> Iterator[LayerChain]:
-    # columns pair with the row whose input is as wide as their output: the only hint without a trace of the code
+    # without a trace of the code, widths are the only hint: a column belongs to the row with as many in-features
     layers = {path: layer for path in paths if isinstance(layer := model.get_submodule(path), nn.Linear)}
     between = tuple(path for path in paths if path not in layers)
     columns = [path for path in layers if overrides[path].role == "column"]
@@ -239,7 +239,7 @@ def _between(model: nn.Module, overrides: Mapping[str, Override], row: str, colu
     graph = trace(model.get_submodule(parent))
     waiting = [node for node in graph.nodes if f"{prefix}{node.target}" == row] if graph is not None else []
     seen, missed = set(waiting), set(columns) if waiting else set()
-    # walk back from the row's call to the columns; a column that the walk does not meet does not feed the row
+    # walks back from the row's call; a column that the walk does not meet does not feed the row
     while waiting:
         for node in waiting.pop().all_input_nodes:
             path = f"{prefix}{node.target}"

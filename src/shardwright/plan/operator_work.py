@@ -55,7 +55,7 @@ def operator_work(
         weights = [use.name for use in call.operands if use.kind == "parameter"]
         at = _WEIGHT.get(call.name)
         if at is not None and call.operands[at].kind != "parameter":
-            weights = []  # of a weight that code computes, as by a norm, there is a bias alone
+            weights = []  # the weight is computed (weight norm), and the bias does not count
         if weights:
             dividing = {axis for name in weights for axis in plan.compute[name].cut_dims}
         else:

@@ -65,9 +65,9 @@ def split_into_param_groups(model: nn.Module, *, least_bytes: int = 2**20) -> tu
 
 
 def _entries(path: str, module: nn.Module, *, listed: bool = False) -> Iterable[tuple[str, nn.Module, bool]]:
-    """Yields the blocks in order, and the modules beside and around them: path, module, and a bool.
+    """Yields the blocks in order, and the modules beside and around them: path, module, and whether it counts whole.
 
-    The bool is False for a container of blocks, of which only the parameters that it has itself are meant.
+    The last is False for a container of blocks: only parameters of its own are meant, and not those of the blocks.
     """
     is_list = type(module) in LISTS
     if path and not is_list and (listed or not _holds_blocks(module)):
@@ -86,7 +86,7 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def merge_groups(groups: Sequence[ParamGroup], modules: Collection[str]) -> tuple[ParamGroup, ...]:
-    """Returns the param groups, with those that have parameters inside the same one of ``modules`` joined into one.
+    """Returns the param groups; for each of ``modules``, the groups with parameters inside it are joined into one.
 
     ``is_selected`` is set for a joined group: the samples decide which of its parameters a forward uses. A module is
     left alone if its groups have more than half of all parameter tensors, because one group would hold most of the
@@ -113,7 +113,7 @@ def merge_groups(groups: Sequence[ParamGroup], modules: Collection[str]) -> tupl
 
 
 MOST_HELD = 2
-"""The most bytes that groups used again may have together to stay unsharded, in multiples of the largest group's."""
+"""Groups that are used again stay unsharded if together they have at most this many times the bytes of the largest."""
 
 
 def count_gathers(
@@ -122,11 +122,15 @@ def count_gathers(
 ) -> tuple[ParamGroup, ...]:  # fmt: skip
     """Returns the param groups with ``num_gathers`` set: how often ZeRO-3 all-gathers each of them in a forward.
 
-    ``is_held`` is set for groups that stay unsharded until the forward ends: those with a parameter in ``shared``, the
-    parameters used by several modules; those that a module may still use (``hold``) while another group is gathered;
-    and those used again after other groups, if all of these together have at most twice the bytes of the largest group
-    or if ``holds`` is set. ``forwards`` lists, for each part of the model, its uses of parameters in order;
-    ``num_bytes`` gives the bytes of each parameter.
+    ``is_held`` is set for groups that stay unsharded until the forward ends. There are three kinds:
+
+    - groups with a parameter in ``shared``, the parameters that several modules use;
+    - groups that a module may still use (``hold``) while another group is gathered;
+    - groups that are used again after other groups, if all of these together have at most twice the bytes of the
+      largest group, or if ``holds`` is set.
+
+    ``forwards`` lists, for each part of the model, its uses of parameters in order; ``num_bytes`` gives the bytes of
+    each parameter.
 
     >>> groups = ParamGroup("a", ("a.w", "a.b")), ParamGroup("b", ("b.w",))
     >>> forward = [("use", name) for name in ("a.w", "a.b", "b.w", "a.w")]
@@ -139,7 +143,8 @@ def count_gathers(
     sizes = {group.name: sum(num_bytes.get(name, 0) for name in group.parameters) for group in groups}
     events = [[(kind, group_of[name]) for kind, name in forward if name in group_of] for forward in forwards]
     kept = {group_of[name] for name in shared if name in group_of}
-    while True:  # what is held no longer interrupts others
+    # repeated, because a group that stays unsharded no longer makes other groups be gathered again
+    while True:
         times, spanning = _times_gathered(events, kept)
         again = {name for name, number in times.items() if number > 1}
         few = sum(sizes[name] for name in again) <= MOST_HELD * max(sizes.values(), default=0)

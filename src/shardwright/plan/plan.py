@@ -76,8 +76,8 @@ class ParameterUse(NamedTuple):
     def partial_axes(self) -> frozenset[str]:
         """Returns the axes along which this use gives each rank only a partial sum of the parameter's gradient.
 
-        A weight's gradient sums over all dims of the input and of the output gradient but the last one, the features.
-        So these are the axes that cut one of the other dims, or along which one of the two is itself a partial sum.
+        A weight's gradient sums over all dims of the input and of the output gradient except the last, the features.
+        So these are the axes that cut one of the summed dims, or along which one of the two is itself a partial sum.
         """
         return frozenset(
             axis
@@ -256,7 +256,7 @@ class Plan:
     stages: Stages | EventStages | None = None
     """The model cut into the schedule's chunks; None without a pipeline."""
     scatters: bool = False
-    """Whether ranks that hold alike what crosses to another pipeline stage each send a part of it."""
+    """Whether ranks that hold the same value to send to another pipeline stage each send only a part of it."""
     roles: Mapping[str, LayerRole] = field(default_factory=dict)
     """The role of each module that a strategy gave one, by name; also of the model's input and of the loss."""
     activations: Mapping[str, tuple[ActivationCut, ...]] = field(default_factory=dict)

@@ -109,7 +109,7 @@ def _outermost(paths: Sequence[str]) -> tuple[str, ...]:
 def _no_match(what: str, layout: Layout, names: Sequence[str], like: str) -> LayoutError:
     without = str(replace(layout, recompute=None))
     some = f"; or write one of {', '.join(names[:8])}{', ...' * (len(names) > 8)}" if names else ""
-    if activation_offload_target(layout) is not None:  # a pattern is no way out: it would recompute, not offload
+    if activation_offload_target(layout) is not None:  # no hint to patterns: they recompute and do not offload
         return LayoutError(
             f"{what}, so there is nothing whose activations could be offloaded",
             given=str(layout),

@@ -1,8 +1,9 @@
 """Computes the share of a model's parameter bytes and FLOPs that each factor of a layout divides over ranks.
 
-A layout that cut nothing gives the same result as one device. So ``show`` and ``verify`` print the shares beside the
-result, and ``parallelize`` warns of small ones. FLOPs are those of the forward's matrix products, convolutions and
-attentions. Pipeline stages together hold everything, so of them the shares of the largest stages are stated.
+A layout that cuts nothing also gives the right result, so a right result does not show that work is divided. Therefore
+``show`` and ``verify`` print the shares beside the result, and ``parallelize`` warns of small ones. FLOPs are those of
+the forward's matrix products, convolutions and attentions. Pipeline stages together hold everything, so for pipelines
+the shares of the largest stages are given.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ class CutShare:
     """The share of a model's parameter bytes and of its FLOPs that one factor of a layout, such as ``tp2``, divides.
 
     ``share`` is the share of the parameter bytes that is cut over ranks, in computation or between steps. ``flops`` is
-    that of the FLOPs, the mean over the factor's axes, or None if the model's operators are not known or the factor
+    the share of the FLOPs, the mean over the factor's axes; None if the model's operators are not known or the factor
     cuts picture rows. ``is_low`` says that the factor should cut parameters but cuts less than half of the bytes or the
-    FLOPs, or that one pipeline stage has so much that the others have less than half of what even stages would leave
-    them. ``large`` is text on the stages that have more than 1.25 times an even share of the parameters or of the work.
-    ``whole`` lists the largest modules, at most three, whose parameters it does not cut: name, share of all bytes, and
-    the reason. ``whole_work`` lists, if ``flops`` is below half, the at most three modules with the most
-    FLOPs that every rank repeats: name, share of all FLOPs, and the reason. ``unrecorded`` is what the model's code
-    raised, if its forward could not be recorded, so that operators are not known; else "".
+    FLOPs. For a pipeline it says that one stage has so much that the others have less than half of what they would have
+    if stages were even. ``large`` is text on the stages that have more than 1.25 times an even share of the parameters
+    or of the work. ``whole`` lists the largest modules, at most three, whose parameters the factor does not cut: name,
+    share of all bytes, and the reason. If ``flops`` is below half, ``whole_work`` lists the modules with the most FLOPs
+    that every rank repeats, at most three: name, share of all FLOPs, and the reason. ``unrecorded`` is the error of the
+    model's code if its forward could not be recorded, so that operators are not known; else "".
     """
 
     factor: str

@@ -31,8 +31,8 @@ class Stages:
     whole: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     compared: tuple[tuple[str, ...], tuple[bool, ...]] | None = None
-    """The arguments, as in ``given`` of :func:`trace`, and the modes of all modules with which the traced calls were
-    held against the forward on an example; None if there was none."""
+    """The arguments (``given`` of :func:`trace`) and the modes of all modules for which planning has compared the
+    traced calls with the forward, on an example; None without an example."""
 
     def called(self) -> frozenset[str]:
         """Returns the names of all modules that the stages call."""
@@ -72,7 +72,7 @@ class Stages:
             if site is None or site in chunk_of:
                 continue
             if site in known:
-                continue  # on the inputs alone: each stage that needs the result makes this call itself
+                continue  # uses inputs alone: each stage that needs it makes the call
             if site.module in last_chunk:
                 chunk_of[site] = last_chunk[site.module]
                 continue
@@ -92,10 +92,10 @@ class Stages:
         return chunked_model
 
 
-def _is_called_now(module: str, given: Sequence[str]) -> LayoutError:
+def _is_called_now(module: str, arguments: Sequence[str]) -> LayoutError:
     return LayoutError(
         f"the code now calls '{module}', which it did not when the model was cut into stages",
-        given=f"the arguments {', '.join(given)}, in training or evaluation",
+        given=f"the arguments {', '.join(arguments)}, in training or evaluation",
         allowed="calls of modules that are called in training, on inputs of the form of the example",
         fix=f"give these arguments in the example, so that stages are cut with them too: {EXAMPLE}",
     )

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def different(entries: Iterable[T]) -> list[T]:
-    """Returns each object once; equal objects are all kept if they are not one and the same object."""
+    """Returns each object once, by identity: objects that are equal but not the same are all kept."""
     return list({id(entry): entry for entry in entries}.values())
 
 
@@ -78,10 +78,10 @@ def sync_axes(plan: Plan, name: str) -> tuple[str, ...]:
 
 
 def whole_uses(plan: Plan) -> tuple[tuple[ParameterUse, tuple[str, ...]], ...]:
-    """Returns uses of parameters whose gradient is whole on every rank, while another use's is a partial sum.
+    """Returns uses of parameters that give every rank the whole gradient, where another use gives a partial sum.
 
-    Each use comes with the axes along which this is so. Along them only index 0 contributes the use's gradient, and the
-    other indices contribute zero, so that one sum is right for all uses.
+    Each use comes with the axes along which this is so. Along these axes only index 0 contributes the use's gradient
+    and other indices contribute zero, so that one sum is right for all uses of the parameter.
     """
     uses = []
     for use in plan.uses:

@@ -24,8 +24,8 @@ class Chart(NamedTuple):
     """A chart of curves by step: its id and heading, a sentence that says what is seen, the unit of its values.
 
     ``marks`` are steps to mark, with words. ``level`` is a value to mark, with words. ``is_zero_based`` says that the
-    axis begins at zero. ``is_compared`` says that the curves are of several runs: where they are equal, all are seen.
-    ``is_wide`` gives it the page's whole width.
+    axis begins at zero. ``is_compared`` says that the curves are of several runs: they are drawn so that all are seen
+    where they are equal. ``is_wide`` gives the chart the page's whole width.
     """
 
     name: str
@@ -111,26 +111,26 @@ def spelled(value: float, unit: Unit) -> str:
     return format_count(value) if unit == "count" else number(value)
 
 
-def map_section(found: MemoryMap, word: str) -> str:
+def map_section(memory: MemoryMap, word: str) -> str:
     """Returns the HTML section of a map of memory: a line of shades for each rank, a column for each few steps.
 
     ``word`` says which memory it is, "held" or "peak".
     """
     heading = f"Memory {'held' if word == 'held' else 'at the peak so far'} by each rank"
-    least, most = format_bytes(found.least_bytes), format_bytes(found.most_bytes)
-    last = [line[-1] for line in found.cells]
-    fullest = max(range(len(last)), key=lambda rank: last[rank]) * found.ranks_in_line
-    lines = f", {found.ranks_in_line} in a line" if found.ranks_in_line > 1 else ""
-    seen = f"{found.num_ranks:,} ranks from top to bottom{lines}, steps from left to right: {least} to {most}."
+    least, most = format_bytes(memory.least_bytes), format_bytes(memory.most_bytes)
+    last = [line[-1] for line in memory.cells]
+    fullest = max(range(len(last)), key=lambda rank: last[rank]) * memory.ranks_in_line
+    lines = f", {memory.ranks_in_line} in a line" if memory.ranks_in_line > 1 else ""
+    seen = f"{memory.num_ranks:,} ranks from top to bottom{lines}, steps from left to right: {least} to {most}."
     seen += f" After the last step, rank {fullest} is among those that hold most."
     label = f"{heading}. The arrow keys move from rank to rank and from step to step."
     return section(
         heading,
         f'<figure class="of-map">\n<figcaption>{escape(seen)}</figcaption>\n<div class="map" tabindex="0" '
-        f'role="slider" aria-label="{escape(label)}" aria-valuemin="{found.steps[0]}" '
-        f'aria-valuemax="{found.steps[-1]}" aria-valuenow="{found.steps[-1]}" aria-valuetext="{escape(seen)}">'
+        f'role="slider" aria-label="{escape(label)}" aria-valuemin="{memory.steps[0]}" '
+        f'aria-valuemax="{memory.steps[-1]}" aria-valuenow="{memory.steps[-1]}" aria-valuetext="{escape(seen)}">'
         "<canvas></canvas><i></i></div>\n"
-        f'<p class="scale">{least} <i></i> {most}</p>\n{data_element(found._asdict())}\n</figure>',
+        f'<p class="scale">{least} <i></i> {most}</p>\n{data_element(memory._asdict())}\n</figure>',
         name="memory-map",
         kind="whole",
     )

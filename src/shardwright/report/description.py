@@ -46,9 +46,10 @@ MOST_IN_ALL = 2**20
 """The most ranks of a layout that is described; a larger layout is an error."""
 
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-STATE_NAMES = dict(zip(STATES, ("parameters", "gradients", "optimizer (AdamW)"), strict=True))
-"""The bytes of a rank's state, as a description has them, and how reports name them."""
 """The keys of a rank that add up to its state on the device; offloaded state is counted in ``offloaded_bytes``."""
+
+STATE_NAMES = dict(zip(STATES, ("parameters", "gradients", "optimizer (AdamW)"), strict=True))
+"""How reports name the bytes of a rank's state, by their key in a description."""
 
 _ADAMW_MOMENTS = 2
 
@@ -62,7 +63,7 @@ def describe(
     for each layer; with ``nodes``, which axes cross between nodes and, given ``inputs`` and at most 4,096 ranks, how
     many bytes they send there. With more ranks, an entry of ``ranks`` stands for as many equal ranks as its ``alike``
     says. The plan is made on the meta device, so that neither values nor other ranks are needed. The optimizer is taken
-    to be AdamW. ``seconds_from`` says where the job's seconds of layers come from, if they were not timed, nor
+    to be AdamW. ``seconds_from`` is text on the source of the job's seconds of layers, if they were neither timed nor
     predicted for the job's cluster.
 
     Returns: plain dicts, lists, numbers and text, ready for JSON.
@@ -233,7 +234,8 @@ def _ranks(job: Job, plan: Plan, inputs: Any, sends: _StepSends | None) -> list[
     slices: dict[tuple[int, ...], int] = {}
     ranks = []
     for coord, alike in _coords(plan, cut_axes, 0 if inputs is None else num_rows(inputs)):
-        # on an axis that cuts state evenly or not at all, all store as much, but index 0 may own what others copy
+        # along an axis that cuts state evenly or not at all, all ranks store equally much; but the one with index 0 may
+        # own what the others have copies of
         key = tuple(coord[a] if a in uneven else min(coord[a], 1) for a in plan.mesh.axes)
         if key not in states:
             states[key] = _state_at(plan, coord, on_stage[_stage_index(coord)], sizes)
@@ -249,7 +251,10 @@ def _stage_index(coord: Coord) -> tuple[int, ...]:
 
 
 def _names_by_stage(plan: Plan) -> Mapping[tuple[int, ...], Sequence[str]]:
-    """Returns, by pipeline stage, the parameters of which the stage's ranks store any part, or compute with one."""
+    """Returns, for each pipeline stage, the names of the parameters of which its ranks store, or compute with, a part.
+
+    A stage is given by its index on each stage axis. A part may be the whole parameter.
+    """
     axes = [axis for axis in plan.mesh.axes if axis in mesh_axes("stages")]
     names: dict[tuple[int, ...], list[str]] = {tuple(at.values()): [] for at in plan.mesh.coords(axes)}
     for name, layout in plan.compute.items():
@@ -350,7 +355,7 @@ class _StepSends:
 def _parameter(plan: Plan, name: str) -> dict[str, Any]:
     """Returns the entry of a parameter: its layout in compute and at rest, and the axes of its gradient sync."""
     layout, state = plan.compute[name], plan.state[name]
-    # stages that hold a parameter hold equal parts of it: the first is enough, and the first that does not
+    # all stages that hold a parameter hold equal parts: look at the first that holds it, and at the first without it
     stages = [axis for axis in layout.axes if axis in mesh_axes("stages")]
     first = {layout.is_held_at(at): at for at in reversed(plan.mesh.coords(stages))}
     inner = plan.mesh.coords([axis for axis in layout.axes if axis not in stages])

@@ -162,7 +162,7 @@ def _traffic(description: Description) -> Iterator[str]:
 
 
 def _layer_traffic(entries: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """Returns bars of what is sent for each layer; layers that differ in the number of their block are one bar."""
+    """Returns bars of the bytes sent for each layer; layers that differ only in their block's number share a bar."""
     counts: dict[tuple[str, tuple[tuple[str, float], ...]], int] = Counter()
     by_layer: dict[str, dict[str, float]] = {}
     for entry in entries:

@@ -25,8 +25,8 @@ def measure_machine(says: Callable[[str], Any] = lambda what: None) -> dict[str,
 
     ``missing`` lists what parts of the library lack here, with what to type. The speeds are the FLOP/s of a matrix
     product on the CPU, in fp32, and the seconds of all-reduces between two ranks, by their size in bytes as text.
-    ``says`` is told what is measured next. The ranks are started as processes, and use accelerators if there are two or
-    more.
+    ``says`` is called with text on what is measured next. The ranks are started as processes, and use accelerators if
+    there are two or more.
     """
     says("measuring matrix products")
     available, names = torch.distributed.is_available(), devices.names()
@@ -68,17 +68,17 @@ def _links(world: World) -> list[float]:
     return medians
 
 
-def machine_text(found: Mapping[str, Any]) -> str:
-    """Returns ``found``, the result of :func:`measure_machine`, as text for the terminal."""
-    links = ", ".join(f"{format_bytes(int(n))} in {s * 1000:.2f} ms" for n, s in found["all_reduce_s"].items())
+def machine_text(facts: Mapping[str, Any]) -> str:
+    """Returns ``facts``, the result of :func:`measure_machine`, as text for the terminal."""
+    links = ", ".join(f"{format_bytes(int(n))} in {s * 1000:.2f} ms" for n, s in facts["all_reduce_s"].items())
     return "\n".join(
         [
-            f"python {found['python']}, torch {found['torch']}, backends {', '.join(found['backends']) or 'none'}",
-            f"{found['cpus']} cores, {format_bytes(found['memory_bytes'])} memory, "
-            f"{format_bytes(found['free_memory_bytes'])} free",
-            f"devices: {', '.join(found['devices']) or 'none: ranks run on the CPU'}",
-            f"matrix product: {found['matmul_flops_per_s'] / 1e9:.1f} GFLOP/s, fp32, this process",
+            f"python {facts['python']}, torch {facts['torch']}, backends {', '.join(facts['backends']) or 'none'}",
+            f"{facts['cpus']} cores, {format_bytes(facts['memory_bytes'])} memory, "
+            f"{format_bytes(facts['free_memory_bytes'])} free",
+            f"devices: {', '.join(facts['devices']) or 'none: ranks run on the CPU'}",
+            f"matrix product: {facts['matmul_flops_per_s'] / 1e9:.1f} GFLOP/s, fp32, this process",
             f"all-reduce of 2 processes: {links}",
-            *lacks_text(found["missing"]),
+            *lacks_text(facts["missing"]),
         ]
     )

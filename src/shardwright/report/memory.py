@@ -62,9 +62,9 @@ def predicted_accounts(
 ) -> dict[int, MemoryAccount]:
     """Returns, by rank, the predicted memory over a step with AdamW; of ``batch`` only shapes and dtypes are read.
 
-    Of more than eight ranks, the first of each pipeline stage is predicted, and of those listed one of each class of
-    ranks that hold, send and receive alike. Ranks that are processes are predicted for this machine's accelerator, or
-    for the device that SHARDWRIGHT_DEVICE names; threads, for the CPU.
+    With more than eight ranks, only the first rank of each pipeline stage is listed. Of listed ranks that hold, send
+    and receive alike, one is predicted for all. Ranks that are processes are predicted for this machine's accelerator,
+    or for the device that SHARDWRIGHT_DEVICE names; threads, for the CPU.
     """
     device = devices.wanted() if ranks == "processes" else "cpu"
     plan, strategies = make_plan(job, layout)
@@ -79,9 +79,10 @@ def predicted_accounts(
 
 
 def _memory_class(plan: Plan, traffic: StepTraffic, coord: Coord) -> Hashable:
-    """Returns a key that ranks share which hold as much in a step: they send alike, and store as much of each tensor.
+    """Returns a key that is equal for ranks that hold equally many bytes in a step.
 
-    The first index of each axis has a class of its own: it alone has the gradients of what all of them compute.
+    Such ranks send alike, and store equally many elements of each tensor. Ranks with index 0 on an axis are classed
+    apart: of what all ranks along the axis compute, only they hold the gradients.
     """
     states = (layout for state in plan.state.values() for layout in (state.parameter, state.gradient, state.optimizer))
     stored = tuple(layout.num_elements(coord) for layout in states)

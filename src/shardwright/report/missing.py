@@ -31,24 +31,24 @@ class MissingItem(NamedTuple):
     fix: str
 
 
-def lacks(found: Mapping[str, Any]) -> list[dict[str, str]]:
+def lacks(facts: Mapping[str, Any]) -> list[dict[str, str]]:
     """Returns what this machine lacks, as plain data for JSON; what the library always needs comes first.
 
-    ``found`` is what :func:`~shardwright.report.machine.measure_machine` has found so far.
+    ``facts`` are the figures that :func:`~shardwright.report.machine.measure_machine` has measured so far.
     """
-    return [lack._asdict() for lack in _lacks(found)]
+    return [lack._asdict() for lack in _lacks(facts)]
 
 
-def _lacks(found: Mapping[str, Any]) -> Iterator[MissingItem]:
-    if "gloo" not in found["backends"]:
+def _lacks(facts: Mapping[str, Any]) -> Iterator[MissingItem]:
+    if "gloo" not in facts["backends"]:
         yield MissingItem("torch's gloo", "ranks that are processes", "install a build of torch with torch.distributed")
-    if found["free_memory_bytes"] < LEAST_FREE_BYTES:
+    if facts["free_memory_bytes"] < LEAST_FREE_BYTES:
         yield MissingItem("free memory", "more than an example", "end other programs, or take a larger machine")
-    if not found["devices"] and shutil.which("nvidia-smi") is not None:
+    if not facts["devices"] and shutil.which("nvidia-smi") is not None:
         fix = "install torch's CUDA build, as pytorch.org says for this driver"
         yield MissingItem("a torch that sees the NVIDIA cards", "ranks on GPUs", fix)
     native = devices.backend_of(devices.accelerator())
-    if found["devices"] and native not in found["backends"]:
+    if facts["devices"] and native not in facts["backends"]:
         yield MissingItem(f"torch's {native}", "collectives between GPUs", "install torch's build for these cards")
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None and shutil.which("clang++") is None:

@@ -213,13 +213,13 @@ def _predicted(run: TrainingRun) -> Iterator[str]:
         yield section("Predicted beside measured", "\n".join(blocks), name="predicted")
 
 
-def _figures(found: Any) -> dict[tuple[str, str], float]:
-    """Returns the numbers of ``predicted`` or ``measured`` by (table, name); what is no finite number is left out."""
-    if not isinstance(found, Mapping):
+def _figures(entry: Any) -> dict[tuple[str, str], float]:
+    """Returns the finite numbers of an entry of ``run.json``, ``predicted`` or ``measured``, by (table, name)."""
+    if not isinstance(entry, Mapping):
         return {}
-    numbers: dict[tuple[str, str], Any] = {("", "step"): found.get("step_s")}
+    numbers: dict[tuple[str, str], Any] = {("", "step"): entry.get("step_s")}
     for key, (heading, _) in _FORMATS.items():
-        table = found.get(key)
+        table = entry.get(key)
         if isinstance(table, Mapping):
             numbers |= {(heading, str(name)): value for name, value in table.items()}
     return {key: float(value) for key, value in numbers.items() if _is_number(value)}

@@ -126,7 +126,7 @@ def times_as_long(drawn: Sequence[TimelineOutline]) -> str:
     first, second = drawn
     what, _, how = second.name.rpartition(", ")
     of, _, other = first.name.rpartition(", ")
-    # of the same layout, predicted and measured, the layout's name is left out
+    # for a predicted and a measured timeline of the same layout, the layout's name is left out
     names = (how, other) if what == of else (second.name, first.name)
     return f"{names[0]} takes {second.makespan_s / first.makespan_s:.2f} times as long as {names[1]}"
 

@@ -1,4 +1,4 @@
-"""What the page of a run is made of: the rows of its metrics, and its parts, each of which ran under one layout."""
+"""The content of a run's page: the rows of the run's metrics, and its parts, each of which ran under one layout."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class TrainingPart:
     """The steps of a run from one start to the next, all under one layout.
 
     It has taken the steps from ``first_step`` + 1 to ``last_step``; none if the two are equal. ``facts`` is its entry
-    in ``run.json``: options, command line, versions and more. ``description`` is that of its layout, and ``problem``
-    says why there is none.
+    in ``run.json``: options, command line, versions and more. ``description`` is that of its layout; if there is none,
+    ``problem`` says why.
     """
 
     first_step: int
@@ -103,9 +103,10 @@ def record_run(
 ) -> TrainingRun:
     """Returns a run from the parts that its ``run.json`` lists, one at least, and the rows of its metrics.
 
-    ``describe`` makes the description of a part's layout; what it raises becomes the part's ``problem``. It is called
-    once for parts whose layout and options are equal, and not for parts that took no step, unless none did. Of rows of
-    the same step the last one counts.
+    ``describe`` makes the description of a part's layout; the text of an error that it raises becomes the part's
+    ``problem``. It is called once for all parts whose layout and options are equal. Parts without a step are not
+    described, except for the last part of a run in which no part took a step. If several rows are of one step, the last
+    one counts.
     """
     by_step = {row["step"]: row for row in rows}
     ordered = [by_step[step] for step in sorted(by_step)]
@@ -133,7 +134,7 @@ def _described(
 ) -> tuple[Description | None, str]:
     try:
         return describe(facts), ""
-    except Exception as failure:  # of the model's own code, too: a page without a map is better than none
+    except Exception as failure:  # any error, also of the model's own code: a page without a map is better than none
         return None, first_line(failure)
 
 

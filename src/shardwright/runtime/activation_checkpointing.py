@@ -142,7 +142,7 @@ class _Call:
             if refuses_hooks(failure):
                 raise self.block.transformed() from failure
             raise
-        # a gradient taken inside the forward may have recomputed tensors, but not all that are saved by now
+        # a gradient taken inside the forward may have recomputed the tensors saved until then, but more are saved now
         self.recomputed, self.is_over = None, True
         written = [name for name, buffer in self.block.other_buffers() if buffer._version != buffers.get(name)]
         if written or self._versions() != self.versions:
@@ -171,13 +171,13 @@ class _Call:
         """Returns a saved tensor, recomputed; it stays in memory if another backward over this graph may follow."""
         keep = not self.is_over or _get_current_graph_task_keep_graph()
         if self.recomputed is None or number not in self.recomputed:
-            if self.block.shared and not self.is_over:  # ranks that stop half way would miss each other's collectives
+            if self.block.shared and not self.is_over:  # ranks would make different collective calls
                 raise self.block.too_early()
             self.recomputed = {}
             self._recompute(self.recomputed, keep)
         return self.recomputed[number] if keep else self.recomputed.pop(number)
 
-    def _recompute(self, found: dict[int, Tensor], keep: bool) -> None:
+    def _recompute(self, tensors: dict[int, Tensor], keep: bool) -> None:
         """Runs the block again with the state of the first run; without ``keep`` its inputs are then dropped."""
         if self._versions() != self.versions:
             raise self.block.refused("")
@@ -186,13 +186,13 @@ class _Call:
 
         def save(tensor: Tensor) -> int:
             nonlocal stopped
-            number = len(found)
-            if stopped:  # code of the model has caught the exception, and goes on
+            number = len(tensors)
+            if stopped:  # the model's code has caught the exception
                 raise _StopRecompute
             if number == len(self.saved) or self.saved[number] != (tensor.shape, tensor.dtype):
                 raise self.block.changed()
-            found[number] = tensor.detach()
-            if len(found) == len(self.saved) and not self.block.shared:
+            tensors[number] = tensor.detach()
+            if len(tensors) == len(self.saved) and not self.block.shared:
                 stopped = True
                 raise _StopRecompute
             return number
@@ -200,11 +200,11 @@ class _Call:
         now = [snapshot() for snapshot in self.block.snapshots]
         for restore in self.restore:
             restore()
-        # Detached, so that autograd records a graph of its own; a tensor that is given twice stays one tensor.
+        # Inputs are detached, so that autograd records a new graph. A tensor that is passed twice stays one tensor.
         leaves = {id(tensor): _leaf(tensor) for tensor in self._tensors()}
         args, named = tree_map_only(Tensor, lambda leaf: leaves[id(leaf)], (self.args, self.named))
         replay = _ReplayCostly(self.kept) if self.block.selective else nullcontext()
-        saving = saved_tensors_hooks(save, found.__getitem__)
+        saving = saved_tensors_hooks(save, tensors.__getitem__)
         try:
             with ExitStack() as stack, torch.enable_grad(), saving, replay, self.block.frozen_statistics():
                 for mode in self.modes:  # autograd's thread does not have the modes of the forward
@@ -214,7 +214,7 @@ class _Call:
                 for autocast in self.autocasts if self.autocasts != self._autocasts() else ():
                     stack.enter_context(torch.autocast(*autocast))
                 self.block.forward(*args, **named)
-        except Exception:  # code of the model may have caught the one that stops, and raised another
+        except Exception:  # the model's code may turn _StopRecompute into another exception
             if not stopped:
                 raise
         finally:
@@ -223,7 +223,7 @@ class _Call:
                 self.kept.clear()
             for restore in now:
                 restore()
-        if len(found) != len(self.saved):
+        if len(tensors) != len(self.saved):
             raise self.block.changed()
 
 
@@ -259,7 +259,7 @@ class CheckpointedBlock:
         """
         if not torch.is_grad_enabled():
             return self.forward(*args, **named)
-        kept = tree_map(lambda leaf: leaf, (args, named))  # code may add to a list that it gives, as dense networks do
+        kept = tree_map(lambda leaf: leaf, (args, named))  # new lists: code may append to its own, as DenseNet does
         return _Call(self, *kept).forward(args, named)
 
     def other_buffers(self) -> Iterator[tuple[str, Tensor]]:

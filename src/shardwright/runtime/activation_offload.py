@@ -115,7 +115,7 @@ class ActivationOffload:
 
         def pack(tensor: Tensor) -> Any:
             packed = tensor if self.outer is None else self.outer[0](tensor)
-            with torch._C.DisableTorchFunction():  # in a mode, a shard has the shape of the whole tensor
+            with torch._C.DisableTorchFunction():  # else ShardsMode would report a shard's whole shape
                 return offloaded(tensor) if packed is tensor else packed
 
         def offloaded(tensor: Tensor) -> Any:

@@ -21,8 +21,8 @@ class BufferWrites:
 
     The first two microbatches of each chunk are watched: a buffer that the first writes, as torch's version counters
     show, must keep its values in the second. A buffer that is written once, like a table that is filled at its first
-    use, is allowed. BatchNorms in training are refused elsewhere, by their type, before anything runs; one that was
-    frozen then must stay so.
+    use, is allowed. BatchNorms in training are refused elsewhere, by their type, before anything runs; a BatchNorm that
+    was frozen at that time must stay frozen.
 
     >>> model = nn.BatchNorm1d(2)
     >>> written = BufferWrites(model)

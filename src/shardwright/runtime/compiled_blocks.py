@@ -122,7 +122,7 @@ def step_uncompiled(optimizer: torch.optim.Optimizer) -> None:
     inner = step.__func__.__wrapped__  # without its hooks, which may wait for other ranks
 
     def alone(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if closure is not None:  # it may run forwards, which wait for other ranks
+        if closure is not None:  # it may run forwards, in which ranks wait for each other
             return inner(self, closure)
         with compile_lock:
             return inner(self)
@@ -142,7 +142,8 @@ class CompiledCode:
         self._backend, self._said = backend, set[str]()
         self._seen: set[Hashable] = set()
         self._compiles, self._mine = Lock(), local()
-        # torch keeps compiled code by the code object of a function, and limits its number: so each has one of its own
+        # Torch caches compiled code by a function's code object, and limits how often one is compiled. So each instance
+        # has a code object of its own.
         code: CodeType = _run.__code__.replace(co_name=f"run_{kind}")
         self._run = torch.compile(FunctionType(code, globals()), backend=self._compile, fullgraph=True)
 
@@ -171,7 +172,7 @@ class CompiledCode:
 
         if drops_twice(graph):
             raise RuntimeError("a dropout is called twice, or inside of torch.utils.checkpoint")
-        # with the forward: it is under torch's lock then, and an error comes before anything has run
+        # compiles the backward with the forward: under torch's lock, and so that errors come before anything runs
         with config.patch(force_non_lazy_backward_lowering=True):
             compiled = lookup_backend(self._backend)(graph, inputs)
         self.num_compiled += 1
@@ -221,8 +222,8 @@ class CompiledBlock:
         self.calls = traced_calls(block)
         self.code = _shared_code(block, layout, backend)
         self._forward: Callable[..., Any] = block.forward
-        self._num_inspected = 1  # code is compiled for the first time after a forward whose calls were inspected
-        self._runs_compiled: list[bool] = []  # of the next call, if that repeats another
+        self._num_inspected = 1  # the first code comes after a forward whose calls were inspected
+        self._runs_compiled: list[bool] = []  # for recomputations: whether the forward ran compiled
 
     def around(self, forward: Callable[..., Any]) -> CompiledBlock:
         """Sets the forward to compile, and returns this object, which the module calls in place of that forward."""
@@ -269,7 +270,7 @@ class CompiledBlock:
             self.code.say(self.path, reason)
             return False
         if self.has_callers and self.code.num_compiled > self._num_inspected:
-            self._num_inspected = self.code.num_compiled  # compiled again: a setting may have changed the calls
+            self._num_inspected = self.code.num_compiled  # recompiled: calls may have changed too
             return False
         return True
 

@@ -38,7 +38,7 @@ class CopyStream:
         self._most = most_under_way
         self._module = devices.module_of(device)
         self._stream = self._module.Stream(device)
-        self._under_way: deque[tuple[Any, Tensor]] = deque()  # a source may be used anew once its copy is over
+        self._under_way: deque[tuple[Any, Tensor]] = deque()  # sources stay alive until their copies are over
 
     def start(self, to: Tensor, source: Tensor) -> None:
         """Starts copying ``source`` into ``to``, after the work that is queued on the current stream.
@@ -53,7 +53,7 @@ class CopyStream:
             self._under_way.popleft()
         while self._most is not None and len(self._under_way) > self._most:
             event, _ = self._under_way.popleft()
-            self._module.current_stream().wait_event(event)  # what is freed now is used again after the copy
+            self._module.current_stream().wait_event(event)  # freed sources are reused only after the copy
 
     def wait(self) -> None:
         """Makes the current stream wait for all copies started so far; the host does not wait."""
@@ -74,7 +74,7 @@ class CopyStream:
         if tensor.device.type != "cpu":
             return tensor.to(device, copy=True)
         copy = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
-        # a copy also of what is pinned: the loader may write the next batch into it
+        # pinned tensors are copied too, because the loader may write the next batch into them
         self.start(copy, torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor))
         return copy
 
@@ -83,8 +83,8 @@ def made_ahead(given: Iterable[T], make: Callable[[T], Made], copies: CopyStream
     """Yields ``make(each)`` for each item of ``given``, calling ``make`` one item ahead of the item that is yielded.
 
     So the copies that ``make`` starts on ``copies`` overlap the use of the item before. The current stream waits for
-    them when their item is yielded, and for all copies when the generator ends or is closed. One item more is read from
-    ``given`` than was yielded. An error of ``given`` or ``make`` is raised after all items made before it were yielded.
+    them when their item is yielded, and for all copies when the generator ends or is closed. One more item is read from
+    ``given`` than is yielded. An error of ``given`` or ``make`` is raised after all items made before it were yielded.
     """
     ahead: list[tuple[Made, Callable[[], None]]] = []
     iterator, failure = iter(given), None
@@ -94,7 +94,7 @@ def made_ahead(given: Iterable[T], make: Callable[[T], Made], copies: CopyStream
                 made = make(next(iterator))
             except StopIteration:
                 break
-            except Exception as error:  # of any batch: raised where the caller comes to it, after those before it
+            except Exception as error:  # raised later, after all batches before it
                 failure = error
             else:
                 ahead.append((made, copies.arrival()))
@@ -106,6 +106,6 @@ def made_ahead(given: Iterable[T], make: Callable[[T], Made], copies: CopyStream
             wait()
             yield made
     finally:
-        copies.wait()  # where the caller stops early: into what was made ahead and is freed now a copy may be under way
+        copies.wait()  # if the caller stops early, a copy may still write into a batch made ahead, which is freed now
     if failure is not None:
         raise failure

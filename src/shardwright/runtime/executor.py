@@ -62,7 +62,7 @@ from shardwright.sharding.tensor_shard import tag, tagged
 class Microbatch:
     """A rank's inputs and targets of one microbatch, or of a batch before it is split.
 
-    It is no pair: unpacking it, or an index, is a PlanError that says what to write.
+    It is no pair: unpacking or indexing it raises a PlanError that says what to write.
 
     ``samples`` are the indices of its samples in the global batch. ``num_global`` is the number of samples of the
     global batch, None if every rank holds all samples. ``num_tokens`` is the number of tokens of each sample on all
@@ -137,11 +137,12 @@ class OutputHandler(Protocol):
 class LossOutput:
     """Computes each microbatch's loss from the model's output, for the backward and for the mean loss of the step.
 
-    Backward runs on the loss sum times ``scale``; None is for the only microbatch of one rank, where it runs on the
-    mean, as in a loop without this library. If the loss is narrower than ``widest_bytes``, the size of an element of
-    the parameters, it would round 1 / count: then it runs on the sum, and ``is_mean`` is False. ``sums`` collects, for
-    each microbatch, a float64 tensor of the loss sum, unscaled, and the number of targets. With ``widen`` the output is
-    cast to float32 first, because a sum of many numbers in bf16 or fp16 loses digits.
+    The backward runs on the loss sum times ``scale``. A ``scale`` of None is for the only microbatch of one rank: the
+    backward then runs on the mean, as in a loop without this library. But if elements of the loss are smaller than
+    ``widest_bytes``, the size of an element of the parameters, the factor 1 / count would be rounded; the backward then
+    runs on the sum, and ``is_mean`` is False. ``sums`` collects, for each microbatch, a float64 tensor of the loss sum,
+    unscaled, and the number of targets. With ``widen`` the output is cast to float32 first, because a sum of many
+    numbers in bf16 or fp16 loses digits.
     """
 
     loss: Callable[[Any, Any], tuple[Tensor, Tensor]]
@@ -320,7 +321,7 @@ class Executor:
             with self.during(action):
                 if kind == "F":
                     tensors = self._forward(chunk, number, microbatches)
-                    # the backward may recompute this forward, after other microbatches have changed these
+                    # for a recomputation in the backward: other microbatches change this state in between
                     starts[chunk, number] = tensors, [self.rng.snapshot(), self.batch_shard.snapshot()]
                 elif kind == "W":
                     self.deferred.run(chunk, number)
@@ -374,7 +375,7 @@ class Executor:
         key = (chunk, self.model.training)
         written = self.written if self.model.training and len(microbatches) > 1 else None
         with ExitStack() as stack:
-            if key not in self._has_run:  # once is enough: code that draws random numbers does so in its first run
+            if key not in self._has_run:  # only in the first run: later ones draw alike
                 stack.enter_context(RefusesRandomNumbers())
             if written is not None:
                 stack.enter_context(written.watching(chunk, len(microbatches)))
@@ -395,16 +396,17 @@ class Executor:
             self._expect_used(starts)
         with self.deferred.collecting(chunk, number) if kind == "I" else nullcontext():
             if starts:
-                with without_reentry():  # where it runs the forward again
+                with without_reentry():  # for recomputations of the forward
                     torch.autograd.backward(starts, tuple(gradients.values()))
         self.work.pass_back(chunk, number)
         if kind == "B":
             self._end_backward(number, chunk)
 
     def _expect_used(self, starts: Sequence[Tensor]) -> None:
-        """Expects gradients, in groups whose use depends on the samples, only for parameters that the forward has used.
+        """Expects gradients only for parameters that the forward has used, in groups whose use depends on the samples.
 
-        Else a rank that used all would begin the group's reduction earlier among its other collectives.
+        Otherwise a rank that used all of a group's parameters would begin the group's reduction earlier than other
+        ranks, and so make its collective calls in another order.
         """
         reached = leaves_behind(starts)
         for group in self.param_groups:
@@ -415,19 +417,19 @@ class Executor:
     def _end_backward(self, number: int, chunk: int) -> None:
         for events in self.events:
             events.after_backward(number)
-        for group in reversed(self.param_groups):  # parameters that autograd did not reach have no gradient to wait for
+        for group in reversed(self.param_groups):  # no more gradients come: unreached parameters have none
             self._fire_gradients(group)
 
     def _register_hooks(self) -> None:
         """Registers a hook on every trained parameter, which autograd calls when it has accumulated the gradient.
 
-        Another hook refuses forwards of the model by other code where only an action gives the right output: on stages,
-        and where the ranks of one model copy have different rows of the batch.
+        If only an action gives the right output, another hook refuses forwards of the model by other code. That is so
+        on pipeline stages, and if the ranks of one model copy have different rows of the batch.
         """
         for group in self.param_groups:
             for name in group.parameters:
                 parameter = self.parameters[name]
-                if parameter.requires_grad and name not in self.late:  # a late one's hook would fire without a gradient
+                if parameter.requires_grad and name not in self.late:  # hooks of late ones would fire too early
                     parameter.register_post_accumulate_grad_hook(self._on_gradient(group, name))
 
         if self.refuses_calls:

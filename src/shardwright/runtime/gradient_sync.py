@@ -73,8 +73,8 @@ def is_reached(summed: Tensor) -> bool:
 class _GroupAllReduce:
     """One all-reduce of a param group's gradients over one axis: of whole local gradients, or of boxes of them.
 
-    ``filled``, which all of them share, are the parameters that this rank's backward has not reached and that have
-    boxes: one gradient may have boxes in several messages, so whether any rank reached it is read when all are summed.
+    ``filled``, which all instances share, are parameters with boxes that this rank's backward has not reached. One
+    gradient may have boxes in several messages, so only when all are summed is it read whether any rank has reached it.
     """
 
     name: str
@@ -111,7 +111,7 @@ class _GroupAllReduce:
     def _start_boxes(self) -> Callable[[], None]:
         self.filled.update(p for p, _, _ in self.boxes if p.grad is None)
         parts = [read(_contiguous_gradient(p), piece, box) for p, piece, box in self.boxes]
-        # moved first, in the order of the stream: a part in host memory may still be on its way there
+        # moved to the device on the stream, before they are read: a part may still be on its way to host memory
         moved = [part.reshape(-1).to(self.axis.device, non_blocking=True) for part in parts]
         message = torch.cat(moved)
         starts = accumulate((part.numel() for part in parts), initial=0)
@@ -249,7 +249,7 @@ class GradientSync:
 
 
 def _contribute_once(model: nn.Module, plan: Plan, coord: Coord) -> None:
-    """Makes only index 0 of an axis contribute a gradient which every index computes whole and gradient sync sums."""
+    """Makes only index 0 of an axis contribute a gradient that every index computes whole, and gradient sync sums."""
     names = {id(p): name for name, p in model.named_parameters()}
     constants: dict[nn.Module, dict[str, str]] = {}
     for use, axes in whole_uses(plan):

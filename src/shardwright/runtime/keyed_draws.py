@@ -37,9 +37,9 @@ from shardwright.runtime.selected_rows import RowsForward
 SamplesOfCall = Callable[[], Sequence[int]]
 
 ForwardDraw = tuple[str, Callable[[torch.device], KeyedNumbers] | None]
-"""A draw of a forward: the name of the torch function that drew, and what returns its numbers for a device.
+"""A draw of a forward: the name of the torch function that drew, and a function that returns its numbers for a device.
 
-The second is None for a draw from a generator that the forward seeds: torch gives the same numbers again.
+The second is None for a draw from a generator that the forward seeds, since torch draws the same numbers again.
 """
 
 _DRAWN = "_shardwright_drawn"
@@ -103,15 +103,15 @@ class _ModuleDraws:
         """Returns the random numbers of the next draw in this call, for tensors on ``device``.
 
         ``name`` is the function that draws, and ``x`` the tensor for which it draws, if there is one. Code that a
-        backward runs again may leave out draws whose results it has kept, so there the next draw of that function in
-        the forward is the one that is repeated.
+        backward runs again may leave out draws whose results it has kept. A draw in a backward therefore repeats the
+        next draw of the same function in the forward.
         """
         if isinstance(self.call, PlanError):
             raise self.call
         drawn = self.keyed.drawn.setdefault((self.path, self.call), [])
         if self.keyed.rng.repeats:
             rest = [place for place in range(self.number, len(drawn)) if drawn[place] == name]
-            if rest and rest[0] > self.number:  # draws were left out: which of several is meant is not known
+            if rest and rest[0] > self.number:  # draws were left out, so one of several may be meant
                 if len(rest) > 1:
                     raise PlanError(
                         f"a backward repeats one of several calls of '{name}' in '{self.path}' without those before",
@@ -137,9 +137,9 @@ class _ModuleDraws:
 class _CheckpointDraws(TorchFunctionMode):
     """A torch function mode in which the draws of code that a backward repeats get the numbers of the forward.
 
-    It is for code that a module passes to ``torch.utils.checkpoint``. Where a backward calls a module again, the module
-    counts its draws itself, under :class:`KeyedDraws`. ``drawn`` are the draws of the forward, in order: the name of
-    the function, and what returns its numbers for a device.
+    It is for code that a module passes to ``torch.utils.checkpoint``. If a backward calls a whole module again, this
+    mode is not needed: the module counts its draws itself, under :class:`KeyedDraws`. ``drawn`` are the draws of the
+    forward, in order: the name of the function, and a function that returns its numbers for a device.
     """
 
     def __init__(self, drawn: Sequence[ForwardDraw]) -> None:
@@ -198,9 +198,9 @@ class KeyedDraws(TorchFunctionMode):
         self.cuts_batch, self.cuts_code = cuts_batch, cuts_code
         self.for_rows = {path for path, places in draws.in_modules().items() if SELECTED in places} if draws else set()
         self.running: list[_ModuleDraws] = []
-        # modules that draw for one sample after another, where their number of draws must be that of the record
+        # modules that draw for one sample after another, and must draw as often for each as in the record
         self.counted: dict[str, nn.Module] = {}
-        self.drawn: dict[tuple[str, int], list[str]] = {}  # the functions that a module's call draws by, in order
+        self.drawn: dict[tuple[str, int], list[str]] = {}  # the functions that drew in each call of a module
 
     def numbers(
         self, path: str, call: int, number: int, samples: Sequence[int], device: torch.device, tokens: Tokens | None,
@@ -230,15 +230,15 @@ class KeyedDraws(TorchFunctionMode):
                 allowed="a module that one stage has; layouts of tp without mb",
                 fix="give each module that selects rows a dropout of its own",
             )
-        if place in (ALONE, MIXED, SELECTED):  # one rank has all samples
+        if place in (ALONE, MIXED, SELECTED):  # the numbers do not depend on samples: one rank has all
             place = None
         return KeyedNumbers(self.rng, key, place, samples, device, tokens if place == FIRST else None, cuts)
 
     def check_loop(self, path: str, turns: int, samples: Sequence[int], *, in_call: bool) -> None:
         """Raises PlanError if a module drew more or less often for some sample than for others, in a training forward.
 
-        ``turns`` are its draws in one call (``in_call``), or its calls in the forward. If a backward repeats some of
-        it, nothing is known of their number.
+        ``turns`` counts the module's draws in one call (``in_call``), or its calls in the forward. Nothing is checked
+        while a backward repeats code, since it may repeat only some of them.
         """
         assert self.draws is not None, "it has the loops"
         loop = self.draws.loops[path]
@@ -255,9 +255,9 @@ class KeyedDraws(TorchFunctionMode):
             )
 
     def check_calls(self, rows: Mapping[str, SamplesOfCall]) -> None:
-        """Raises PlanError if code that loops over samples called a module another number of times than in the record.
+        """Raises PlanError if code that loops over samples has called a module more or less often than in the record.
 
-        It is called after each forward. ``rows`` tell the samples of modules that have others than the microbatch.
+        It is called after each forward. ``rows`` gives the samples of modules whose samples are not the microbatch's.
         """
         for path in self.counted:
             samples = rows[path]() if path in rows else self.rng.samples
@@ -273,13 +273,14 @@ class KeyedDraws(TorchFunctionMode):
     def numbers_of_rows(
         self, path: str, name: str, x: Any, samples: Sequence[int], tokens: Tokens | None, cuts: tuple[DimSlice, ...]
     ) -> Callable[[torch.device], RowNumbers] | None:
-        """Returns what makes the numbers for ``x``, for which a module draws by ``name`` after code selected its rows.
+        """Returns a function that makes the numbers of a draw for ``x``, whose rows code has selected by values.
 
-        Their key is the module's name ``path``, the row, and how many draws of the module for this row came before:
-        which experts have rows, and so how often the module draws, is not the same on all ranks. Returns None if the
-        rows are not known, and every rank has all samples.
+        The module at ``path`` draws by the function ``name``. The key of a number is ``path``, the row, and how many
+        draws of the module for this row came before. The number of the module's call would not do as a key: which
+        experts have rows, and so how often the module draws, differs between ranks. Returns None if the rows are not
+        known and every rank has all samples.
 
-        Raises: PlanError: they are not known, and the layout cuts the batch, or a backward repeats the draw.
+        Raises: PlanError: the rows are not known and the layout cuts the batch, or a backward repeats the draw.
         """
         rows, why, fix = rows_of(x), "", "set the dropout's p to 0, or drop before the rows are selected"
         if self.rng.repeats:
@@ -349,7 +350,7 @@ class KeyedDraws(TorchFunctionMode):
             return attended(*args, **named)
         result = handle_torch_function(attended, args[:1], *args, **named)
         arguments = _MULTIHEAD.bind(*args, **named).arguments
-        # also where it did not run
+        # counts the draw of torch's attention even if a mode below answered the call without running it
         mine.number = first + bool(arguments.get("training", True) and arguments["dropout_p"] > 0)
         return result
 
@@ -367,13 +368,16 @@ def key_draws(
 ) -> None:
     """Makes the random numbers of a model's forward depend on seed, step, layer and sample, and not on the layout.
 
-    ``draws`` are the random function calls that a recorded forward has made. If they are None, every module whose code
-    may draw runs under :class:`KeyedDraws`, and drawn tensors are taken to have the samples in dim 0. The other
-    arguments have entries for names of modules: ``cuts``, which slices of a whole activation the module sees on this
-    rank; ``rows``, a function that returns the indices of its samples in the global batch, where they are not the
-    microbatch's; and ``tokens``, a function from a shape to the slices that hold this rank's tokens. ``cuts_batch``
-    says that ranks or microbatches have some of the samples, and ``cuts_code`` that ranks run some of the modules. The
-    model's modules are wrapped in place, dropout layers as by :func:`key_dropout`, and ``rng.draw`` is set to
+    ``draws`` are the random function calls that a recorded forward has made. If ``draws`` is None, every module whose
+    code may draw runs under :class:`KeyedDraws`, and drawn tensors are taken to have the samples in dim 0.
+
+    Three arguments have entries by module name. ``cuts`` says which slices of a whole activation the module sees on
+    this rank. ``rows`` has a function that returns the indices of the module's samples in the global batch, for modules
+    whose samples are not the microbatch's. ``tokens`` has a function from a shape to the slices that hold this rank's
+    tokens. ``cuts_batch`` says that ranks or microbatches have only some of the samples, and ``cuts_code`` that ranks
+    run only some of the modules.
+
+    The model's modules are wrapped in place, dropout layers as by :func:`key_dropout`. ``rng.draw`` is set to
     :meth:`KeyedDraws.draw`, and ``rng.checkpoints`` to :func:`checkpoints_around`.
     """
     shared = {} if draws is None else _shared(model, draws.routing)
@@ -385,7 +389,8 @@ def key_draws(
     others, folded = set(), dict[str, frozenset[tuple[int, int]]]()
     for path, module in model.named_modules():
         places = {FIRST} if drawing is None else drawing.get(path, {FIRST})
-        # a dropout layer keys its own masks; where the record has samples in other dims, the record's places do
+        # key_dropout finds the samples of a dropout layer itself; if the record has them in other dims, the layer draws
+        # under KeyedDraws instead, by the record
         known_by_layer = path in of_layer and places.isdisjoint((ALONE, MIXED, SELECTED))
         known_by_layer &= all(place is None or place.outside == place.inside == 1 for place in places)
         if type(module) is nn.MultiheadAttention and "forward" not in vars(module) and ALONE not in places:
@@ -413,9 +418,9 @@ def key_draws(
 
 
 def _shared(model: nn.Module, routing: Collection[str]) -> dict[str, list[str]]:
-    """Returns, by their first name, all names of modules that a ``routing`` module shares with code outside of it.
+    """Returns the modules that are both inside of a ``routing`` module and outside of it: all names, by the first name.
 
-    Such a module has several names. How often it draws depends on values, which another stage does not know.
+    How often such a module draws in the routing module depends on values, which another stage does not know.
     """
     if not routing:
         return {}
@@ -431,7 +436,7 @@ def _shared(model: nn.Module, routing: Collection[str]) -> dict[str, list[str]]:
 
 
 def _may_draw(module: nn.Module) -> bool:
-    """Returns whether a module's own code may draw: it is a random layer of torch, or other code than torch's."""
+    """Returns whether a module's own code may draw: it is a random layer of torch, or a user's module."""
     known = type(module).__module__.startswith(("torch.nn.", "shardwright."))
     return not known or isinstance(module, DROPOUTS | nn.RNNBase | nn.RReLU)
 
@@ -461,14 +466,14 @@ class _KeyedForward:
     def __init__(self, keyed: KeyedDraws, module: nn.Module, path: str, own: _Place, inner: Forward) -> None:
         self.keyed, self.module, self.own, self.inner = keyed, module, (path, *own), inner
         self.idle = False
-        self.__wrapped__ = inner  # its signature is this one's
+        self.__wrapped__ = inner  # for inspect.signature
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         if self.idle:
             return self.inner(*args, **named)
         with _ModuleDraws(self.keyed, *self.own) as draws:
             result = self.inner(*args, **named)
-        self.idle = self.keyed.draws is None and self.module.training and not draws.number  # or it would have
+        self.idle = self.keyed.draws is None and self.module.training and not draws.number  # no draw in a training call
         return result
 
 
@@ -484,7 +489,7 @@ def _seeded(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], x: Any, 
             allowed="torch.randn(shape, generator=...) and the like, which draw a whole tensor",
             fix="draw the whole tensor by its shape, leave out the seed, or leave out tp",
         )
-    with torch._C.DisableTorchFunction():  # a mode below refuses what is drawn without a key
+    with torch._C.DisableTorchFunction():  # a mode below refuses draws without a key
         return func(*args, **named)
 
 
@@ -497,7 +502,7 @@ def _result(
         return KEYED_RESULTS[call.kind](call, x, numbers)
 
     @wraps(func)
-    def drawn(*args: Any, **named: Any) -> Any:  # the mode below may run it on other tensors, or not at all
+    def drawn(*args: Any, **named: Any) -> Any:  # the mode below runs it, perhaps on other tensors, or not at all
         again = draw_of(func, args, named)
         assert again is not None, "the same function, with tensors in place of tensors"
         return KEYED_RESULTS[again.kind](again, again.drawn(None), numbers)

@@ -92,7 +92,7 @@ def _normal(call: DrawCall, x: Tensor | None, numbers: KeyedNumbers) -> Tensor:
 
 def _multinomial(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
     count = int(call["num_samples"])
-    if count > 1 and not call.get("replacement"):  # the first of exponential times with these rates
+    if count > 1 and not call.get("replacement"):  # without replacement: the events that come first, at these rates
         times = numbers.exponential(list(x.shape)) / x.double()
         return times.topk(count, dim=-1, largest=False).indices
     sums = x.double().cumsum(-1)

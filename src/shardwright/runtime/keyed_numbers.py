@@ -32,8 +32,7 @@ class KeyedNumbers:
     factor of a dim, the tensor has them; :data:`ALONE` if it is of one sample. Without a ``place``, a number depends on
     the key and the element's index in the tensor. If ``like`` is a rank's shard of a whole tensor, the result is the
     same shard of the whole tensor's numbers. Where sequences are sharded, ``tokens(shape)`` returns which slice of the
-    whole a tensor of this shape is.
-    ``cuts`` are the slices of dims that a tensor holds which does not say so itself.
+    whole a tensor of this shape is. ``cuts`` are slices of dims, for tensors that are not tagged as shards themselves.
 
     Raises: PlanError, from each method: the size of the dim in ``place`` does not fit the number of samples.
     """
@@ -95,7 +94,7 @@ class KeyedNumbers:
         index = dim.indices(torch.empty(0, dtype=torch.int64, device=self.device))
         if not count:
             return index, index
-        if inside > 1 and outside == 1:  # a number of tokens may be another than the example's
+        if inside > 1 and outside == 1:  # the number of tokens may differ from the example's
             inside = size // count
         elif outside > 1 and inside == 1:
             outside = size // count
@@ -142,8 +141,8 @@ class KeyedNumbers:
 class RowNumbers(KeyedNumbers):
     """A random number generator for a tensor of selected rows: a number depends on key, row and index in the row.
 
-    ``rows`` has the number of each row: its shape is the tensor's, but for a last dim of 1. ``draws_before`` says of
-    each, flattened, how many draws for a row of this number come before it.
+    ``rows`` has the number of each row, in the shape of the tensor with a last dim of 1. ``draws_before`` has, for each
+    row (flattened), how many draws for a row of the same number came before.
     """
 
     rows: Tensor = field(kw_only=True)

@@ -109,7 +109,7 @@ class MasterWeights:
             gradients = [
                 torch.empty_like(grad, dtype=self.masters[n].dtype) for n, grad in zip(some, narrow, strict=True)
             ]
-            torch._foreach_copy_(gradients, narrow)  # few kernels on an accelerator
+            torch._foreach_copy_(gradients, narrow)  # one call for all: few kernels on an accelerator
             for name, gradient in zip(some, gradients, strict=True):
                 master = self.masters[name]
                 master.grad = gradient if master.grad is None else master.grad.add_(gradient)
@@ -132,7 +132,7 @@ class MasterWeights:
             names = [
                 name
                 for (name, p), now, before in zip(self.parameters.items(), versions, self._written, strict=True)
-                if now != before and p.dtype == self._dtypes[name]  # the step refuses another
+                if now != before and p.dtype == self._dtypes[name]  # the step refuses other dtypes
             ]
         if names:
             self._written, self._may_be_stale = versions, True
@@ -140,7 +140,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def _check(self, values: bool) -> None:
-        """Raises PlanError as :meth:`_check_versions`; with ``values`` also for writes that have no version."""
+        """Raises PlanError as :meth:`_check_versions`; with ``values`` also for writes that no counter shows."""
         self._check_versions()
         if not values or self._may_be_stale or self._versions != _versions_of(self.masters):
             return  # the model's parameters are rounded anew before they are used
@@ -148,10 +148,10 @@ class MasterWeights:
         with torch._C.DisableTorchFunctionSubclass():
             for name, parameter in self.parameters.items():
                 rounded = self.masters[name].to(self._dtypes[name])
-                if parameter.dtype == rounded.dtype:  # the step refuses another
+                if parameter.dtype == rounded.dtype:  # the step refuses other dtypes
                     names.append(name)
                     differ.append((rounded != parameter).any() & ~rounded.isnan().any())
-        # read at once: on an accelerator the host waits
+        # all results are read together, because on an accelerator the host waits for each read
         for name, differs in zip(names, torch.stack(differ).tolist() if differ else [], strict=True):
             if differs:
                 self._may_be_stale = True
@@ -161,9 +161,9 @@ class MasterWeights:
 class CopiedParameter(ProxyParameter):
     """A parameter of a run's model after a step, while its gradient is that of its master weight.
 
-    Between a step and the next, reading its ``grad``, which is None, raises a PlanError if the master weight has a
-    gradient, and so do setting one and writing into its ``data``. Without a gradient (``grad = None``) the master
-    weight has none either. All else is as of any parameter.
+    Its own ``grad`` is None between two steps. Reading it raises a PlanError if the master weight has a gradient.
+    Setting a gradient, or writing into ``data``, raises a PlanError too. Setting ``grad = None`` drops the gradient of
+    the master weight. In all else it is like any parameter.
     """
 
     owner: Callable[[], MasterWeights | None] = staticmethod(lambda: None)
@@ -185,7 +185,7 @@ class CopiedParameter(ProxyParameter):
             result = func(*args, **(kwargs or {}))
             if func == DATA and owner is not None:
                 return ReadOnlyData.of(result, partial(_lost_write, owner.path_of(args[0])))
-            if func != GRAD or result is not None or sys._getframe(1).f_code.co_name == "_apply":  # of nn.Module
+            if func != GRAD or result is not None or sys._getframe(1).f_code.co_name == "_apply":  # nn.Module._apply
                 return result
             owner = args[0].owner()
             name = owner.path_of(args[0]) if owner is not None else ""
@@ -214,8 +214,8 @@ def copied_parameter(owner: MasterWeights) -> type[CopiedParameter]:
 
 
 def _versions_of(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:
-    """Returns numbers that change when code writes to a parameter or sets its ``data``, not if it writes into that."""
-    with torch._C.DisableTorchFunctionSubclass():  # of parameters that are marked, it would take ten times as long
+    """Returns numbers that change when code writes to a parameter or sets ``data``, but not on writes into ``data``."""
+    with torch._C.DisableTorchFunctionSubclass():  # ten times as fast for CopiedParameters
         return [(0 if p.is_inference() else p._version, p.data_ptr()) for p in parameters.values()]
 
 
@@ -375,7 +375,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
         if dtype.itemsize >= 4:
             torch._foreach_mul_(some, factor.to(dtype))
             continue
-        for block in _in_blocks(some):  # a narrow number would round
+        for block in _in_blocks(some):  # in fp32: a narrow factor would be rounded
             wide = [grad.float() for grad in block]
             torch._foreach_mul_(wide, factor.float())
             torch._foreach_copy_(block, wide)

@@ -110,7 +110,7 @@ class OffloadStorage:
     def _mapped(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         num_bytes = num_elements * dtype.itemsize
         if all(file.end + num_bytes > len(file.pages) for file in self._files):
-            # beyond what was reserved, a file as large as all before it together: so files stay few
+            # when the reserved space is used up, each new file is as large as all before together: so files stay few
             try:
                 self._open(max(_aligned(num_bytes), self._num_bytes, LEAST_BYTES))
             except OSError as failure:

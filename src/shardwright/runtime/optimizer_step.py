@@ -13,11 +13,11 @@ def step_without_hooks(optimizer: Optimizer) -> None:
     If its class's step calls the step of a base class, the hooks of all optimizers may still run in that call.
     """
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    # a step that calls its base class's runs hooks once more, so they are taken away too
+    # the hooks on the optimizer are taken away too: a step that calls its base class's step would run them there
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     step = type(optimizer).step
     try:
-        # torch wraps the method of a class, once, in one that runs hooks, and marks that one
+        # torch wraps ``step`` of each class in a function that runs hooks, and marks this function as ``hooked``
         getattr(step, "__wrapped__", step)(optimizer) if getattr(step, "hooked", False) else step(optimizer)
     finally:
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 DATA = vars(torch._C.TensorBase)["data"].__get__
-"""What a ``__torch_function__`` is asked to run where code reads ``tensor.data``."""
+"""The ``func`` that ``__torch_function__`` gets when code reads ``tensor.data``."""
 GRAD, SET_GRAD, DROP_GRAD = (
     getattr(vars(torch._C.TensorBase)["grad"], name) for name in ("__get__", "__set__", "__delete__")
 )
-"""What a ``__torch_function__`` is asked to run where code reads, sets or deletes ``tensor.grad``, by ``==``."""
+"""The ``func`` that ``__torch_function__`` gets when code reads, sets or deletes ``tensor.grad``; compare by ``==``."""
 
 
 class ProxyParameter(nn.Parameter):
     """A parameter of a run's model that stands for what the optimizer updates, which has the gradient.
 
-    A copy is a plain parameter, and so is what a file of it holds.
+    A copy is a plain parameter, and so is what ``torch.save`` writes.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -37,8 +37,8 @@ class ProxyParameter(nn.Parameter):
 class ReadOnlyData(Tensor):
     """A tensor into which nothing may be written, because it would be lost: what ``parameter.data`` gives.
 
-    Writes through ``data`` leave no trace in the parameter, as a version count, so they are refused at once, and so are
-    those through views of it. Other results of operators on it, copies, and what a file of it holds, are plain tensors.
+    Writes through ``data`` do not change the parameter's version count, so they are refused at once. So are writes
+    through views of it. Other results of operators on it, copies, and what ``torch.save`` writes, are plain tensors.
 
     >>> data = ReadOnlyData.of(torch.ones(2), lambda: ValueError("would be lost"))
     >>> data + 1
@@ -62,7 +62,7 @@ class ReadOnlyData(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
-        """Runs ``func``; views of such data among its results are such data too, and all others plain tensors.
+        """Runs ``func``; results that are views of the data are read-only too, and all others are plain tensors.
 
         Raises the refusal if the data, or a view of it, has been written into.
         """

@@ -59,10 +59,10 @@ class SelectedRows(TorchFunctionMode):
 
     The note is an integer (``row_numbers.py``), which results that are computed from the rows keep.
 
-    Tensors that code selects from are taken to have the samples in dim 0, as its slowest factor; ``samples`` are the
-    indices of these in the global batch. Row r of sample s gets the number s * 2**32 + r. Results that are computed row
-    by row have the numbers of their rows. Other results of such rows, and what is computed from them, have none: they
-    may depend on which rows were selected together.
+    Tensors that code selects from are assumed to have the samples in dim 0, as its slowest factor; ``samples`` are the
+    samples' indices in the global batch. Row r of sample s gets the number s * 2**32 + r. Results that are computed row
+    by row have the numbers of their rows. Other results, and all that is computed from them, have no numbers, because
+    they may depend on which rows were selected together.
 
     >>> x, mask = torch.ones(6, 4), torch.tensor([False, True, True, False, False, True])
     >>> with SelectedRows(range(4, 6)):  # two samples with three rows each
@@ -111,32 +111,32 @@ class SelectedRows(TorchFunctionMode):
             return (first.view(-1, 1) + torch.arange(rows_per_sample, device=x.device)).view(*leading, 1)
 
 
-def _flat(given: Sequence[Any]) -> Iterator[Any]:
-    for argument in given:
+def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
+    for argument in arguments:
         yield from argument if isinstance(argument, tuple | list) else (argument,)
 
 
-def _source(name: str, given: Sequence[Any]) -> Any:
+def _source(name: str, arguments: Sequence[Any]) -> Any:
     """Returns the argument whose rows the result of a function has; None if there is none."""
     if name in _SELECT or name in _MOVE:
-        return given[0]
+        return arguments[0]
     if name not in _PER_ROW and name not in _ALONG:
         return None
-    tensors = [argument for argument in given if is_of_rows(argument)]
+    tensors = [argument for argument in arguments if is_of_rows(argument)]
     rows = [numbers for numbers in map(rows_of, tensors) if numbers is not None]
     if len(rows) < len(tensors) or not all(_are_alike(rows[0], numbers) for numbers in rows[1:]):
-        return None  # rows that are not known, or other ones
+        return None  # the arguments have unknown or different rows
     if name in _PRODUCTS and len(tensors) > 1:
         return None
     if name in _PRODUCTS:
-        return tensors[0] if tensors[0] is given[_PRODUCTS[name]] else None
+        return tensors[0] if tensors[0] is arguments[_PRODUCTS[name]] else None
     return tensors[0]
 
 
 def _are_alike(rows: Tensor, others: Tensor) -> bool:
     if rows.shape != others.shape or rows.is_meta:
         return rows.shape == others.shape
-    with torch._C.DisableTorchFunction():  # most are views of the same numbers: only others are compared
+    with torch._C.DisableTorchFunction():  # usually the same memory, so values are rarely compared
         return rows.data_ptr() == others.data_ptr() or torch.equal(rows, others)
 
 
@@ -148,7 +148,7 @@ def _move(
         return
     x, moved = args[0], list[Tensor]()
     with torch._C.DisableTorchFunction():
-        if x.is_meta:  # which rows are selected is not known there, nor how many
+        if x.is_meta:  # on meta the selected rows are not known
             moved = [output.new_empty((*output.shape[:-1], 1), dtype=torch.int64) for output in made]
         elif name == "getitem":
             index, is_few = _of_rows(args[1], x.dim())
@@ -161,7 +161,7 @@ def _move(
             result = func(rows.expand(x.shape), *args[1:], **named)
             moved = [*result] if isinstance(result, tuple | list) else [result]
     for tensor, numbers in zip(made, moved, strict=bool(moved)):
-        if name in _SELECT or prod(tensor.shape[:-1]) <= rows.numel():  # else several rows would have one number
+        if name in _SELECT or prod(tensor.shape[:-1]) <= rows.numel():  # more rows than numbers: none
             give_rows(tensor, numbers)
 
 
@@ -202,7 +202,7 @@ class RowsForward:
 
     def __init__(self, samples: Callable[[], Sequence[int]], inner: Forward) -> None:
         self.samples, self.inner = samples, inner
-        self.__wrapped__ = inner  # its signature is this one's
+        self.__wrapped__ = inner  # for inspect.signature
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Runs the forward, and returns its result."""

@@ -164,8 +164,8 @@ def width(ranges: Sequence[Range]) -> int:
 def concat(blocks: Sequence[int], sections: Sequence[Ranges]) -> Ranges:
     """Returns, for each part, its ranges of a dim that joins several sections, from its ranges in each section.
 
-    Such a dim is that of fused Q, K and V. ``blocks`` are the sections' sizes. The ranges in ``sections`` count from
-    the start of their own section, and those that are returned from the start of the dim.
+    An example is the dim of fused Q, K and V. ``blocks`` are the sizes of the sections. The ranges in ``sections``
+    count from the start of their own section, the returned ranges from the start of the dim.
 
     >>> concat((4, 1), [balanced_ranges(4, 2), (((0, 1),), ((0, 1),))])  # the last one is held by both parts
     (((0, 2), (4, 5)), ((2, 4), (4, 5)))
@@ -219,7 +219,7 @@ def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, Box]]:
     dim = len(shape)
     while dim > 0 and box.start[dim - 1] == 0 and box.stop[dim - 1] == shape[dim - 1]:
         dim -= 1
-    dim = max(dim - 1, 0)  # a run spans dims from this one on; the dims before it are walked index by index
+    dim = max(dim - 1, 0)  # a run spans this dim and all later ones; the earlier dims are walked index by index
     strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
     for index in product(*(range(a, b) for a, b in zip(box.start[:dim], box.stop[:dim], strict=True))):
         run = Box(index + box.start[dim:], tuple(i + 1 for i in index) + box.stop[dim:])
@@ -246,7 +246,7 @@ def cells(held: Iterable[tuple[int, Iterable[Box]]]) -> tuple[tuple[Box, frozens
     if not holders_of:
         return ()
     num_dims = len(next(iter(holders_of)).start)
-    # the sweep cuts at every edge of every box, also where nothing changes: the joins undo that
+    # the sweep cuts at every edge of every box, also where the holders do not change; the joins undo such cuts
     held_boxes = list(_cells([(box, frozenset(holders)) for box, holders in holders_of.items()], 0, num_dims))
     for dim in reversed(range(num_dims)):
         held_boxes = _joined(held_boxes, dim)
@@ -257,7 +257,7 @@ _HeldBox = tuple[Box, frozenset[int]]
 
 
 def _cells(held: Sequence[_HeldBox], dim: int, num_dims: int) -> Iterator[_HeldBox]:
-    """Sweeps along ``dim``. Between two edges, only the boxes that cross that slab go on to the next dim."""
+    """Yields disjoint boxes from a sweep along ``dim``; the boxes between two edges are swept along the next dim."""
     if dim == num_dims or len(held) == 1:  # no dim left to sweep, or one box left
         holders = frozenset[int]().union(*(ranks for _, ranks in held))
         start, stop = held[0][0]
@@ -279,10 +279,10 @@ def _cells(held: Sequence[_HeldBox], dim: int, num_dims: int) -> Iterator[_HeldB
                 yield Box((low, *cell.start), (high, *cell.stop)), holders
 
 
-def _joined(found: Sequence[_HeldBox], dim: int) -> list[_HeldBox]:
-    """Returns the cells with neighbors along ``dim`` joined that agree in every other dim and in their holders."""
+def _joined(held_boxes: Sequence[_HeldBox], dim: int) -> list[_HeldBox]:
+    """Returns the boxes, with those joined that meet along ``dim`` and agree in every other dim and their holders."""
     lines: defaultdict[object, list[_HeldBox]] = defaultdict(list)
-    for box, holders in found:
+    for box, holders in held_boxes:
         others = (*box.start[:dim], *box.start[dim + 1 :], *box.stop[:dim], *box.stop[dim + 1 :])
         lines[(holders, others)].append((box, holders))
     joined: list[_HeldBox] = []

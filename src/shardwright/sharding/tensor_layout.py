@@ -23,7 +23,7 @@ from shardwright.sharding.box import Box, Piece, Range, Ranges, cells, flat_boxe
 
 
 class _HeldOnly(NamedTuple):
-    """A step by which only these indices of an axis hold the tensor."""
+    """A step by which only the indices ``indices`` of an axis hold the tensor."""
 
     axis: str
     indices: tuple[int, ...]
@@ -44,8 +44,8 @@ class _Cut(NamedTuple):
 class _FlatSlices(NamedTuple):
     """A step by which index i of the axis holds slice i of ``parts`` balanced slices of the flattened local tensor.
 
-    With ``beside``, several tensors in one flat parameter, the slices are those of all of them joined end to end; this
-    tensor is at ``place`` among them.
+    If several tensors form one flat parameter, ``beside`` has the layouts of all of them. The slices are then cut from
+    the tensors joined end to end, and this tensor is number ``place`` among them.
     """
 
     axis: str
@@ -246,9 +246,9 @@ class TensorLayout:
         return len(beside) == len(widths) == 1 and widths.pop() * cut.parts == self.shape[cut.dim]
 
     def is_held_at(self, coord: Coord) -> bool:
-        """Returns whether ranks at ``coord``, such as those of a pipeline stage, may hold any of the tensor.
+        """Returns whether ranks at ``coord``, such as the ranks of a pipeline stage, may hold any of the tensor.
 
-        Only axes in ``coord`` along which some indices hold nothing at all are looked at.
+        Only restrictions of :meth:`only` are checked, for the axes in ``coord``.
         """
         return all(
             coord[step.axis] in step.indices
@@ -266,13 +266,13 @@ class TensorLayout:
     def holders(self, mesh: Mesh, axes: Collection[str], at: Coord) -> tuple[tuple[Box, tuple[int, ...]], ...]:
         """Returns disjoint boxes of the tensor, each with the ranks that hold it, in rank order.
 
-        Only the ranks are considered whose coordinates are those of ``at`` on every axis that is not in ``axes``. The
+        Considered are the ranks whose coordinates equal those of ``at`` on every axis that is not in ``axes``. The
         boxes together cover all elements that these ranks hold.
         """
         self._check(mesh)
         theirs = mesh.coords(set(axes) & set(self.axes))
         copied = set(axes) - set(self.axes)
-        # cells only of coordinates that differ; the ranks that hold copies of them are added after
+        # boxes are split only for coordinates that hold different elements; ranks with copies are added afterwards
         held = [(n, [p.whole for p in self.pieces({**at, **there})]) for n, there in enumerate(theirs)]
 
         def ranks(holders: Iterable[int]) -> tuple[int, ...]:
@@ -365,7 +365,7 @@ def _intersections(ranges: Iterable[Range], held: Sequence[Range]) -> tuple[Rang
 
 @lru_cache(maxsize=256)
 def _first_holders(ranges: Ranges) -> Ranges:
-    """Returns the part of each index's ranges that no lower index holds."""
+    """Returns, for each index, the part of its ranges that no lower index holds."""
     taken: tuple[Range, ...] = ()  # the union of the ranges of lower indices, sorted
     first: list[tuple[Range, ...]] = []
     for held in ranges:

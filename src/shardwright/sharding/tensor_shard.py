@@ -20,9 +20,9 @@ _NAME = "_shardwright_shard"
 
 
 class TensorShard:
-    """The sharding of a whole tensor over the ranks of one axis, in which a rank is its index on that axis.
+    """The sharding of a whole tensor over the ranks of one axis, which are numbered by their index on that axis.
 
-    Create it with :func:`shard_of`, which caches it: two are equal only if they are the same object.
+    Create it with :func:`shard_of`, which caches shards: two shards are equal only if they are the same object.
 
     Args:
         shape: the shape of the whole tensor.

@@ -104,14 +104,14 @@ class _PieceIndex:
 
 
 class _Planner:
-    """Plans the messages for one term of a sum: chooses the source of each box, balanced by what ranks send so far."""
+    """Plans the messages for one term of a sum: chooses a source for each box so that ranks send about equally much."""
 
     def __init__(self, held: Sequence[RankPiece], sent: defaultdict[int, int]) -> None:
         self._by_rank: defaultdict[int, list[RankPiece]] = defaultdict(list)
         for rank, piece in held:
             self._by_rank[rank].append((rank, piece))
         self.all_pieces = _PieceIndex(held)
-        self._own: dict[int, _PieceIndex] = {}  # of the ranks that have fetched: a checkpoint has many that do not
+        self._own: dict[int, _PieceIndex] = {}  # for ranks that fetch only, since most ranks of a checkpoint do not
         self.sent = sent
 
     def fetch(self, rank: int, box: Box) -> tuple[list[tuple[Box, RankPiece]], list[Box]]:
@@ -137,7 +137,7 @@ class _Planner:
         return fetched, not_held
 
     def _fetch_from_others(self, rank: int, box: Box) -> list[tuple[Box, RankPiece]]:
-        # of equal holders the one that sends least so far, then the nearest: no holder of a copy serves all
+        # of several holders, the one that has sent the least so far, then the nearest: so no holder serves all ranks
         fetched = []
         intersecting = list(self.all_pieces.intersecting(box))
         for cell, numbers in cells((number, [common]) for number, (common, _) in enumerate(intersecting)):
@@ -160,9 +160,9 @@ def plan_transfer(
     the holder that sends the least so far, the nearest rank among equals. The plan depends on the arguments only, so
     ranks that plan separately agree.
 
-    ``terms`` says that the source is a sum, and gives the number of the term that each source rank holds (0 if left
-    out). Ranks with the same term hold copies of it. A destination then gets the sum of one fetch of each term, added
-    in the order of the terms.
+    ``terms`` says that the source is a sum, and maps each source rank to the number of the term that it holds (0 for
+    ranks that are left out). Ranks with the same number hold copies of that term. Each term is fetched once for a
+    destination, and the terms are added in order.
 
     Raises: PlanError: no source rank holds a part of a destination (of some term).
 

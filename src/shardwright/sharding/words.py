@@ -18,7 +18,7 @@ def cut_words(layout: TensorLayout) -> str:
     """
     words = []
     for step in layout.steps:
-        fields = step._asdict()  # of a cut, of flat slices, or of a restriction to some indices
+        fields = step._asdict()  # the step is a cut, flat slices, or a restriction to some indices
         if "ranges" in fields:
             held = sum(b - a for ranges in fields["ranges"] for a, b in ranges)
             overlap = " (parts overlap)" if held > layout.shape[fields["dim"]] else ""

@@ -40,7 +40,7 @@ def _modules() -> Iterator[ModuleType]:
 def _register_all() -> None:
     modules = list(_modules())
     for axis in {id(m.AXIS): m.AXIS for m in modules if hasattr(m, "AXIS")}.values():
-        if layout_axes().get(axis.name) is not axis:  # it is, where this file is run twice, as by doctests
+        if layout_axes().get(axis.name) is not axis:  # not again if this file runs twice, as in doctests
             register(axis)
     for strategy in {id(m.STRATEGY): m.STRATEGY for m in modules if hasattr(m, "STRATEGY")}.values():
         _add(strategy)

@@ -53,7 +53,7 @@ AXIS = LayoutAxis(
     keys={"zero": (int,)},
     written=_written,
     also={
-        **dict.fromkeys(("ddp", "replicate", "replica", "ep"), ""),  # experts lie on the ranks of dp elsewhere
+        **dict.fromkeys(("ddp", "replicate", "replica", "ep"), ""),  # ep: other tools place experts on dp's ranks
         **dict.fromkeys(("fsdp", "hsdp", "shard"), "zero3"),
         **dict.fromkeys(("zero", "stage", "z", "deepspeed"), "zero{3}"),
     },

@@ -1,8 +1,8 @@
 """An ``Accelerator`` in the shape of Hugging Face Accelerate's: a script of its users trains under any layout.
 
-The loop stays as it is: ``prepare``, ``model(**batch)``, ``accelerator.backward(loss)``, ``optimizer.step()``. What
-runs is ``Run.step``: forward and backward of one batch together, as pipeline stages need it, at the moment at which the
-script computes the loss. ``backward`` then only takes its gradients over. Accelerate itself is not imported.
+The loop stays as it is: ``prepare``, ``model(**batch)``, ``accelerator.backward(loss)``, ``optimizer.step()``. When the
+script computes the loss, ``Run.step`` runs: forward and backward of one batch together, as pipeline stages need it.
+``backward`` then only takes over the gradients of that step. Accelerate itself is not imported.
 
 Every rank reads the same batches, which are global, as Accelerate has it with ``split_batches=True``.
 """
@@ -135,11 +135,11 @@ class Accelerator:
         self._model = StepModel(self, model, self.run)
         return self._model
 
-    def _prepare_optimizer(self, given: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def _prepare_optimizer(self, former: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if self._model is None or self.run is None:
             raise PlanError(
                 "an optimizer is prepared together with its model",
-                given=f"{type(given).__name__} alone",
+                given=f"{type(former).__name__} alone",
                 allowed="prepare(model, optimizer, loader)",
                 fix="write model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
             )
@@ -150,22 +150,22 @@ class Accelerator:
                 **{k: v for k, v in group.items() if k != "params"},
                 "group": place,
             }
-            for place, group in enumerate(given.param_groups)
+            for place, group in enumerate(former.param_groups)
             for p in group["params"]
         }
-        if "" in options or given.state:
+        if "" in options or former.state:
             raise PlanError(
                 "an optimizer is prepared before its first step, and over the parameters of the model",
-                given=f"{type(given).__name__} with state"
-                if given.state
+                given=f"{type(former).__name__} with state"
+                if former.state
                 else "a parameter that the model does not have",
                 allowed="a new optimizer over model.parameters(), or groups of them",
                 fix="make the optimizer right before prepare; accelerator.load_state restores its state",
             )
-        takes = inspect.signature(type(given).__init__).parameters
-        defaults = {key: value for key, value in given.defaults.items() if key in takes}
-        optimizer = self.run.optimizer(type(given), parameters=lambda name, _: options.get(name), **defaults)
-        self._optimizer, self._former = optimizer, given
+        takes = inspect.signature(type(former).__init__).parameters
+        defaults = {key: value for key, value in former.defaults.items() if key in takes}
+        optimizer = self.run.optimizer(type(former), parameters=lambda name, _: options.get(name), **defaults)
+        self._optimizer, self._former = optimizer, former
         return optimizer
 
     # ---- the loop
@@ -319,7 +319,7 @@ class StepModel(nn.Module):
 
     def __init__(self, accelerator: Accelerator, plain: nn.Module, run: Run) -> None:
         super().__init__()
-        self._held = accelerator, plain, run  # in a tuple: torch would make the plain model a module of this one
+        self._held = accelerator, plain, run  # in a tuple, or torch would register the plain model as a submodule
         self.last_loss: Tensor | None = None
         self._model_loss = ModelLoss().for_model(plain)
 

@@ -165,9 +165,9 @@ class TrainConfig:
     def build(self) -> tuple[nn.Module, nn.Module, Any]:
         """Returns the plain model, its loss function and its config.
 
-        For a user's own model factory (``package.module:factory``) the config is None, and the loss that which the
-        factory returns beside the model, or cross entropy; :func:`~shardwright.train.opening.opened` reads the data
-        too, which may have labels from which the model computes its loss itself.
+        For a user's own model factory (``package.module:factory``) the config is None, and the loss is the one that the
+        factory returns beside the model, or else cross entropy. :func:`~shardwright.train.opening.opened` reads the
+        data too: these may have labels, from which the model computes its loss itself.
 
         Raises: PlanError: there is no such model, its settings are wrong, or the factory fails.
         """
@@ -175,7 +175,7 @@ class TrainConfig:
         return model, loss_for(loss, model), model_config
 
     def build_given(self) -> tuple[nn.Module, Any, Any]:
-        """Returns the plain model, its loss, and its config, as :meth:`build`; of a factory without a loss, None."""
+        """Returns the plain model, its loss and its config, as :meth:`build`; no loss (None) if a factory has none."""
         model, loss = build_with_loss(self.model, self.settings)
         check_model(model)
         return model, loss, None if ":" in self.model else configure(self.model, self.settings)
@@ -288,7 +288,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise PlanError(
             f"cannot read '{path}'", given=str(failure), allowed="a TOML file", fix="check the path"
         ) from failure
-    except (ValueError, RecursionError) as failure:  # of TOML, of text, of a number with thousands of digits
+    except (ValueError, RecursionError) as failure:  # wrong TOML, wrong UTF-8, or a number with thousands of digits
         raise PlanError(
             f"'{path}' is not TOML", given=str(failure), allowed="key = value lines", fix="correct that line"
         ) from failure

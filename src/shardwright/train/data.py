@@ -103,7 +103,7 @@ class TextTokens:
         return window[:-1], window[1:]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens, which are bytes; those that are no UTF-8, and larger numbers, become a mark."""
+        """Returns the text of tokens, which are bytes; a mark replaces those that are no UTF-8, or above 255."""
         return bytes(min(token, 255) for token in tokens).decode(errors="replace")
 
 
@@ -312,7 +312,7 @@ def global_batch(dataset: Dataset, indices: Sequence[int] | Indices) -> tuple[An
         return empty
     try:
         stacked: tuple[Any, Any] = tree_map(lambda *leaves: torch.stack(leaves), *samples)
-    except (RuntimeError, ValueError, TypeError) as failure:  # torch's, and pytree's of dicts with other keys
+    except (RuntimeError, ValueError, TypeError) as failure:  # from torch, and from pytree if dicts have other keys
         shapes = list(dict.fromkeys(str(tree_map(lambda leaf: list(leaf.shape), sample)) for sample in samples))
         raise PlanError(
             "the samples of a batch have different shapes",

@@ -21,10 +21,10 @@ from shardwright.train.progress import add_missing_row, say
 from shardwright.train.run_file import RUN_FILE
 
 _LARGE = 2**16
-"""The elements from which a buffer is copied only where its version says that it was written, as masks are not."""
+"""The number of elements from which a buffer, such as a mask, is copied again only if its version has changed."""
 
 _MOST_S = 5.0
-"""The most seconds to wait for other ranks' parts where a rank is gone, since its launcher then soon ends all ranks."""
+"""The most seconds to wait for other ranks' parts if a rank is gone, since its launcher then soon ends all ranks."""
 
 
 class EmergencyCheckpoint:
@@ -53,9 +53,9 @@ class EmergencyCheckpoint:
         self.know_folder()
 
     def know_folder(self) -> None:
-        """Remembers which file locks the run's folder, which tells the folder from one that another run makes later.
+        """Remembers which file locks the run's folder, to tell the folder from one that another run makes later.
 
-        Called after each save, before which a folder that was removed is made again.
+        Called after each save, because before a save the folder is made again if it was removed.
         """
         self._lock = self._lock_now()
 
@@ -79,13 +79,13 @@ class EmergencyCheckpoint:
     def save(self, failure: BaseException) -> None:
         """Saves the last complete step when ``failure``, an exception, ends this rank's part of the run.
 
-        Every rank that still runs calls it, and these ranks save what they hold between them: the others, such as one
+        Every rank that still runs calls it, and these ranks save what they hold between them. Other ranks, such as one
         that was killed, are not needed if they held nothing alone. One rank says on standard error what was saved, or
         why nothing was. Nothing is saved, or said, if no step is complete or if the step has a checkpoint already.
-        After a RankDifferenceError or CheckpointError the state, or a save, is wrong, and after an OtherRunError the
-        folder is another run's: nothing is saved then either. If the folder was removed, it is made again with its
-        ``run.json``, since no run is resumed without that file. The step's row of metrics is written too, if the first
-        rank has not come to write it. An error while saving is printed and not raised.
+        Nothing is saved either after a RankDifferenceError or CheckpointError, because the state, or a save, is wrong,
+        and after an OtherRunError, because the folder is another run's. If the folder was removed, it is made again
+        with its ``run.json``, since no run is resumed without that file. The step's row of metrics is written too, if
+        the first rank has not written it. An error while saving is printed and not raised.
         """
         now, is_gone = self._lock_now(), not (self.out / RUN_FILE).exists()
         if isinstance(failure, OtherRunError) or (now is not None and now != self._lock):
@@ -101,7 +101,7 @@ class EmergencyCheckpoint:
         if said and is_gone and (self.out / RUN_FILE).exists():
             said += f"; '{self.out}' was removed, and is written anew without its metrics"
         elif wrote:
-            with suppress(OSError):  # a checkpoint is worth more
+            with suppress(OSError):  # the checkpoint, which is saved, matters more than this row
                 add_missing_row(self.out, self._row)
         if said:
             say(said)
@@ -121,7 +121,7 @@ class EmergencyCheckpoint:
 
         path, rank = self.out / RUN_FILE, self.run.world.rank
         partial = path.with_name(f".{path.name}-{rank}")
-        with suppress(OSError):  # a checkpoint is worth more
+        with suppress(OSError):  # the checkpoint, which is written next, matters more than this file
             if self._run_file and not path.exists():
                 partial.write_bytes(self._run_file)
                 partial.replace(path)
@@ -137,7 +137,7 @@ class EmergencyCheckpoint:
     def _copied(self, name: str, buffer: Tensor) -> tuple[Tensor, int, Tensor]:
         """Returns a buffer, its version and a copy: the earlier copy for a large buffer that was not written since."""
         before = self._buffers.get(name)
-        # torch's own BatchNorm writes its statistics, which are small, without counting it
+        # small buffers are always copied: torch's own BatchNorm writes its statistics without a change of their version
         is_large = buffer.numel() >= _LARGE
         if is_large and before is not None and before[0] is buffer and before[1] == buffer._version:
             return before

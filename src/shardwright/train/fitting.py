@@ -49,9 +49,9 @@ def check_room(model: nn.Module, layout: Layout) -> None:
 
 
 def first_samples(config: TrainConfig, data: Dataset) -> tuple[Any, Any]:
-    """Returns the first two samples as a batch, or the first one where the batches of ``config`` have no more.
+    """Returns the first two samples as a batch, or only the first one if the batches of ``config`` have no more.
 
-    A BatchNorm of vectors has no variance of one sample.
+    Two samples are taken because a BatchNorm of vectors has no variance over a single one.
     """
     return global_batch(data, range(min(2, config.batch, len(data))))
 
@@ -62,9 +62,9 @@ def check_takes(
     """Raises PlanError if a forward of a user's own model, or its loss, fails on the first samples of the data.
 
     The forward runs on the meta device. A model of up to 256 MiB is also built from ``config`` and tried with values,
-    which show, for example, a token outside of the vocabulary. With ``builds_large``, so is a larger model that fails
-    on the meta device, since some code reads values, and a batch that leaves a rank without samples is refused for a
-    model that cannot compute on no samples.
+    which show, for example, a token outside of the vocabulary. With ``builds_large``, a larger model is built and tried
+    too if it fails on the meta device, since some code reads values. Also with ``builds_large``, a batch that leaves a
+    rank without samples is refused if the model cannot compute on no samples.
     """
     batch, num = first_samples(config, data), num_shares(Layout.parse(config.layout))
     order = SampleOrder(len(data), config.batch, config.seed)
@@ -91,7 +91,7 @@ def check_takes(
         on_meta, (real, _, _) = failure, config.build()
         failure = _failure(real, loss, batch)
         if on_meta is None and not isinstance(failure, IndexError):
-            return  # an operator may be there for the ranks' devices, and not for this one
+            return  # torch may have an operator for the ranks' devices that it lacks for this device
     if failure is None:
         return
     if isinstance(failure, PlanError) and isinstance(loss, ModelLoss):
@@ -111,8 +111,8 @@ def failure_on_meta(
 ) -> Exception | None:
     """Returns the exception of a forward of ``model`` and ``loss`` on the meta device; None if there is none.
 
-    With ``guesses`` code that reads values, such as whether a mask is all ones, runs once more as a plan runs it, where
-    a condition on values counts as true.
+    With ``guesses``, code that reads values, such as whether a mask is all ones, runs once more as a plan runs it:
+    every condition on values counts as true.
     """
     on_meta_device = on_device(batch, torch.device("meta"))
     failure = _failure(model, loss, on_meta_device)
@@ -123,7 +123,7 @@ def failure_on_meta(
 
 
 def _failure_on_none(model: nn.Module, loss: nn.Module, batch: tuple[Any, Any]) -> Exception | None:
-    """Returns the exception of a forward on no samples, with layers made to accept that, as in a run; or None."""
+    """Returns the exception of a forward without samples, or None; layers are made to accept none, as in a run."""
     own = structural_copy(model)
     support_empty_batches(own)
     return failure_on_meta(own, loss, rows(batch, 0, 0))

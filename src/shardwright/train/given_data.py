@@ -28,8 +28,9 @@ class MapDataset:
     among them the targets, by one of the names ``labels``, ``targets``, ``target``, ``label`` and ``y``. The inputs may
     be a dict themselves. All samples have one shape, unless the dataset has a method ``collate(samples)``, which makes
     a whole batch of them, for example padded to the longest (:meth:`batch`). ``name`` is that of the factory, for
-    errors. ``pair``, if it is set, turns the named parts of a sample into inputs and targets otherwise, as a loss that
-    the model computes itself needs it. A method ``decode(ids)`` of the dataset turns predicted tokens into text.
+    errors. ``pair``, if it is set, is a function that makes (inputs, targets) of a sample's named parts instead, as a
+    loss that the model computes itself needs it. A method ``decode(ids)`` of the dataset turns predicted tokens into
+    text.
 
     >>> data = MapDataset([(torch.ones(3), 1), (torch.zeros(3), 0)], range(1, 2), "mine:data")
     >>> len(data), data.sample(0)
@@ -43,7 +44,7 @@ class MapDataset:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of a sample's parts; none of a sample that is a pair."""
+        """The names of a sample's parts; empty if a sample is a pair."""
         parts = self._read(0)
         return tuple(parts) if isinstance(parts, dict) else ()
 
@@ -77,7 +78,7 @@ class MapDataset:
         return pair
 
     def _joined(self, samples: list[Any]) -> Any:
-        """Returns what the dataset's ``collate`` makes of samples."""
+        """Returns the batch that the dataset's ``collate`` makes of samples."""
         assert self.collate is not None
         try:
             return self.collate(samples)
@@ -93,15 +94,15 @@ class MapDataset:
             fix="mend it: it is given a list of samples, as the dataset's [index] returns them",
         )
 
-    def _paired(self, found: tuple[Any, Any] | dict[str, Any]) -> tuple[Any, Any]:
-        if not isinstance(found, dict):
-            return found
+    def _paired(self, sample: tuple[Any, Any] | dict[str, Any]) -> tuple[Any, Any]:
+        if not isinstance(sample, dict):
+            return sample
         if self.pair is not None:
-            return self.pair(found)
-        targets = next((name for name in TARGETS if name in found), None)
-        if targets is None or len(found) < 2:
-            raise self._wrong(f"a sample with {', '.join(found)}")
-        return {name: value for name, value in found.items() if name != targets}, found[targets]
+            return self.pair(sample)
+        targets = next((name for name in TARGETS if name in sample), None)
+        if targets is None or len(sample) < 2:
+            raise self._wrong(f"a sample with {', '.join(sample)}")
+        return {name: value for name, value in sample.items() if name != targets}, sample[targets]
 
     def _read(self, index: int) -> tuple[Any, Any] | dict[str, Any]:
         """Returns a sample as a pair or a dict of named parts; with ``collate``, a batch of that sample alone."""
@@ -113,11 +114,11 @@ class MapDataset:
             raise IndexError(f"sample {index} of {len(self)}: they count from 0")
         return self.dataset[self.indices[index]]
 
-    def _parts(self, found: Any) -> tuple[Any, Any] | dict[str, Any]:
-        if isinstance(found, tuple | list) and len(found) == 2:
-            return self._tensors(found[0]), self._tensors(found[1])
-        if not (named := named_parts(found)):
-            raise self._wrong(type(found).__name__)
+    def _parts(self, sample: Any) -> tuple[Any, Any] | dict[str, Any]:
+        if isinstance(sample, tuple | list) and len(sample) == 2:
+            return self._tensors(sample[0]), self._tensors(sample[1])
+        if not (named := named_parts(sample)):
+            raise self._wrong(type(sample).__name__)
         return {str(name): self._tensors(value, str(name)) for name, value in named.items()}
 
     def _tensors(self, value: Any, name: str = "") -> Any:

@@ -95,8 +95,8 @@ def train(
     saved, and ``diverged`` of the summary is its number, else None.
 
     ``on_step(row)`` is called on the first rank with the metrics of each step, those of ``metrics.jsonl``, once they
-    are written; if it returns True, the run ends after the step, with a checkpoint. With ranks that are processes it
-    is sent to them, so what it changes is not changed here.
+    are written; if it returns True, the run ends after the step, with a checkpoint. If ranks are processes, the
+    function is sent to them, so objects that it changes stay unchanged in this process.
 
     A stop signal, or ``stop`` if ranks are threads, ends the run after the current step, with a checkpoint. ``stopped``
     of the summary is then True if ranks are threads; processes raise KeyboardInterrupt instead. The summary is plain
@@ -139,7 +139,7 @@ def train(
         try:
             summary = launch(_rank, layout, config, out, resume, None, command, on_step, ranks=ranks, **options)[0]
         finally:
-            if not is_started():  # else this process is a rank itself, and the others may still save
+            if not is_started():  # if this process is a rank itself, others may still save
                 remove_remains(out)
     note_predicted(config, out, ranks, summary["steps"])  # after training, here: no step waits for it
     return summary
@@ -195,7 +195,7 @@ def _rank(
         training = _Training(world, config, out, resume, stop, held, command, on_step)
         try:
             summary = training.run_all()
-        except Exception as failure:  # whatever ended the run, which it still does
+        except Exception as failure:  # any error that ends the run: it is raised again below
             training.emergency.save(failure)
             raise
         if summary["stopped"] and not world.local:
@@ -276,7 +276,7 @@ class _Training:
         except PlanError as failure:
             if not resume:
                 return str(failure)
-            say(f"warning: cannot write to '{self.out}': {failure.given}")  # a run that goes on needs neither
+            say(f"warning: cannot write to '{self.out}': {failure.given}")  # a resumed run needs neither file
         return ""
 
     def _open_log(self) -> str:
@@ -296,11 +296,11 @@ class _Training:
     def run_all(self) -> dict[str, Any]:
         """Runs all steps, saves the last checkpoint, and returns the summary of the run."""
         config = self.config
-        rows: list[dict[str, Any]] = []  # the first and the last: a long run would hold gigabytes of them
+        rows: list[dict[str, Any]] = []  # only the first and the last: all rows of a long run would be gigabytes
         stopped = diverged = False
         with self.locks, self._profiled, self.log as log:
             is_tuned = config.weights and config.eval_every and not self.first_step and not config.ema
-            if is_tuned and (figures := self._evaluate()):  # it is empty if the run is stopped
+            if is_tuned and (figures := self._evaluate()):  # figures are empty if the run is stopped
                 log.warn(f"before the first step: eval loss {figures['eval_loss']:.4f}")
             if self._num_left:
                 self._ahead = self._part(self.data, self.order.batch(self.first_step))
@@ -318,7 +318,7 @@ class _Training:
                     if row[key] is not None:
                         values.append(row[key])
                 broken = [f"its {key} is {row[key]}" for key in ("loss", "grad_norm") if not isfinite(row[key] or 0.0)]
-                # agreed on by all ranks: one that left the loop alone would leave the others in a collective
+                # all ranks agree on these flags: a rank that left the loop alone would leave others in a collective
                 warned = self.stop.num_saves_requested > self._num_saves_requested
                 flags = self.stop.requested or wants_end, bool(broken), self._failure is not None, warned, taken
                 stopped, diverged, failed, warned, taken = self._on_any_rank(*flags)
@@ -357,7 +357,7 @@ class _Training:
         """Saves a checkpoint, then raises the failure to read data on its rank; the other ranks end with it."""
         try:
             self._save()
-        except CheckpointError as failure:  # the failure before it is the one to tell
+        except CheckpointError as failure:  # only a warning: the failure to read data is the one to raise
             self.log.warn(f"warning: {failure}")
         if self._failure is not None:
             raise self._failure
@@ -392,7 +392,7 @@ class _Training:
                     self.optimizer.step()
                 if not config.clip:
                     self.optimizer.zero_grad()
-        finite = isfinite(loss) and isfinite(norm or 0.0)  # waits for the device, whose time is the step's
+        finite = isfinite(loss) and isfinite(norm or 0.0)  # waits for the device, so that step_s has all of its work
         step_s = time.perf_counter() - start_s
         tokens = num_samples * self.tokens_per_sample or None
         row: dict[str, Any] = {
@@ -416,7 +416,7 @@ class _Training:
     def _evaluate(self) -> dict[str, float]:
         """Returns the loss on the held-out data, of the averages (EMA) if the run keeps some; {} if the run is stopped.
 
-        Batches are as equal as they can be: one of few samples would leave ranks and microbatches without any.
+        Batches are as equal as they can be: a small last one would leave ranks and microbatches without samples.
         """
         most, size = self.config.eval_batches, self.config.batch
         num = min(most * size, len(self.eval_data)) if most else len(self.eval_data)
@@ -428,7 +428,7 @@ class _Training:
             nonlocal is_stopped
             for i in range(count):
                 start, stop = (num * index // count for index in (i, i + 1))
-                # a stop signal has only so long until ranks are killed, and the step is not saved yet
+                # soon after a stop signal ranks are killed, and the last step is not saved yet
                 is_stopped = i > 0 and any(self._on_any_rank(self.stop.requested))
                 if is_stopped:
                     return
@@ -465,7 +465,7 @@ class _Training:
         gone = self.world.rank == 0 and not (self.out / RUN_FILE).exists()
         if any(self._on_any_rank(gone and not self._write_anew())):
             raise in_use(self.out)
-        wait = self._wait_saves() or wait  # what could not be written beside training is tried again at once
+        wait = self._wait_saves() or wait  # after a failure to write beside training, this save is waited for
         self.saved = save(self.out / CHECKPOINTS, self.run, self.optimizer, keep=self.config.keep, wait=wait)
         self.emergency.know_folder()
 
@@ -487,7 +487,7 @@ class _Training:
         self.log.warn(f"warning: '{self.out}' was removed; it is written anew, with its metrics")
         with contextlib.suppress(OSError):  # the save that follows says what is wrong, on every rank
             self.out.mkdir(parents=True, exist_ok=True)
-            if not self._lock_again("a"):  # the file locked first is gone
+            if not self._lock_again("a"):  # the file that was locked first is gone, so a new one is locked
                 return False
             self._write_run()
             self.log.write_anew()
@@ -504,12 +504,12 @@ class _Training:
         write_run(self.out, part, self.data_noted, self.parts)
 
     def _note_measured(self) -> None:
-        """Writes into ``run.json`` what was measured of this part of the run; all ranks call it, and rank 0 writes."""
+        """Writes this part's measured figures into ``run.json``; all ranks call it, and rank 0 writes."""
         step_ms = self.series["step_ms"].median(num_first=2)
         measured = self.recording.figures(self.everyone, None if step_ms is None else step_ms / 1000)
         if self.world.rank == 0 and step_ms is not None:
             kind: Ranks = "threads" if self.world.local else "processes"
-            with contextlib.suppress(OSError, ValueError):  # a run is worth more than its figures
+            with contextlib.suppress(OSError, ValueError):  # without these figures the run is complete too
                 note_figures(self.out, measured=measured, ranks=kind)
 
     def _summary(self, rows: list[dict[str, Any]], stopped: bool) -> dict[str, Any]:

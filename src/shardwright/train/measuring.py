@@ -145,9 +145,9 @@ class RankMemory(NamedTuple):
 def step_usage(run: Run, everyone: Axis) -> tuple[RankMemory, float | None]:
     """Returns the memory of every rank, and the bubble of the last step, a share from 0 to 1.
 
-    The bubble is the share of the ranks' time in which none of their forwards and backwards ran, from the first one's
-    start to the last one's end. It is None without pipeline stages, and on accelerators, whose work the host does not
-    wait for. All ranks call it.
+    The bubble is the share of the ranks' time in which no forward or backward of theirs ran, from the start of the
+    first to the end of the last. It is None without pipeline stages, and on accelerators, since the host does not wait
+    for their work. All ranks call it.
 
     Traffic: one all-gather of four numbers a rank.
     """

@@ -33,8 +33,8 @@ class TrainingJob(NamedTuple):
 def opened(config: TrainConfig, split: Split = "train", *, with_values: bool = False) -> TrainingJob:
     """Returns the model, the loss and the data that the options of a run name; the model without values by default.
 
-    Of a user's own factory that returns a model without a loss, the loss is cross entropy, or what the model computes
-    itself: where samples have a part named ``labels``, and the model's forward an argument of that name.
+    If a user's own factory returns a model without a loss, the loss is the one that the model computes itself, if
+    samples have a part named ``labels`` and the model's forward an argument of that name; otherwise cross entropy.
 
     Raises: PlanError: as :meth:`TrainConfig.build` and :func:`~shardwright.train.data.open_data`; or samples have named
         parts, none of which are targets.

@@ -34,9 +34,9 @@ def say(text: str) -> None:
 
 
 class StatusLog:
-    """Prints a line every few seconds on how much of a long piece of work is done; none of work that is soon done.
+    """Prints a line every few seconds on how much of a long piece of work is done; nothing if the work ends soon.
 
-    ``what`` names the work, "" to print nothing, and ``total`` and ``unit`` say how many of what there are to do.
+    ``what`` names the work, or is "" to print nothing. There are ``total`` pieces of it, which ``unit`` names.
     """
 
     def __init__(self, what: str, total: int, unit: str) -> None:
@@ -69,7 +69,7 @@ class Log:
         if not writes:
             return
         self._path, self._warned = out / METRICS_FILE, False
-        self._file: FileIO | None = None  # stays open: the rows are there after the folder was removed, too
+        self._file: FileIO | None = None  # stays open, so that its rows can be read even after the folder was removed
         self._loggers = {name: open_logger(name, out, options or {}) for name in loggers}
         console = Console(stderr=True)
         self._bar: Progress | None = None

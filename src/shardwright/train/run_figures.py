@@ -37,7 +37,8 @@ def check_cluster(config: TrainConfig) -> None:
 def settled_by_price(config: TrainConfig) -> TrainConfig:
     """Returns the config with ``tpN/auto`` of its layout replaced by what is fastest on the cluster that it names.
 
-    Without a cluster, or without ``auto``, it is returned as it is: ``parallelize`` then chooses what sends least.
+    Without a cluster, or without ``auto``, the config is returned unchanged: ``parallelize`` then chooses what sends
+    least.
 
     Raises: LayoutError, PlanError: no mode fits the model, or the cluster or the data cannot be read.
     """
@@ -66,7 +67,8 @@ def note_figures(out: Path, **figures: Any) -> None:
 def predicted_step(config: TrainConfig, ranks: Ranks, cluster: str | None = None) -> dict[str, Any]:
     """Returns what a step of a run with these options is predicted to take, as ``run.json`` has it.
 
-    ``cluster`` replaces that of the config. Without either the seconds are not predicted.
+    ``cluster`` replaces that of the config. Without either, the cluster that is found here is used; without any, the
+    seconds are not predicted.
 
     Raises: LayoutError, PlanError: the model cannot have the layout or does not run on the meta device, or the cluster
         or the data cannot be read.
@@ -77,7 +79,7 @@ def predicted_step(config: TrainConfig, ranks: Ranks, cluster: str | None = None
     model, loss, _, data = opened(config)
     batch = on_device(first_sample_repeated(data, config.batch), torch.device("meta"))
     job = job_for(model, loss, layout, batch[0], config.num_tokens, config.roles)
-    if config.cluster:  # as the run was cut
+    if config.cluster:  # the run's stages were cut by these seconds
         job = job._replace(seconds=by_price(job, layout, config.cluster).seconds)
     hardware = cluster_for(text, layout.num_ranks) if text else None
     options = {"lr": config.lr, "betas": (0.9, 0.95), "weight_decay": config.weight_decay, "fused": True}
@@ -100,7 +102,7 @@ def note_predicted(config: TrainConfig, out: Path, ranks: Ranks, last_step: int)
         if last_step - first_step < LEAST_STEPS:
             return
         prediction = predicted_step(config, ranks)
-    except Exception as problem:  # of the user's model or dataset, too: the run itself has ended well
+    except Exception as problem:  # any error, also of the user's model or dataset: the run itself has ended well
         what = (
             problem.what
             if isinstance(problem, CheckpointError | LayoutError | PlanError)
@@ -108,7 +110,7 @@ def note_predicted(config: TrainConfig, out: Path, ranks: Ranks, last_step: int)
         )
         say(f"warning: the run's steps are not predicted: {what}")
         return
-    # the run's lock was released, so that another run may write to the folder now: then it is left as it is
+    # the run's lock is released, so another run may write to the folder by now; in that case nothing is written here
     with suppress(OSError, ValueError, KeyError, CheckpointError), (out / LOCK).open("r+") as file:
         if lock(file) and parts_of(out)[-1]["first_step"] == first_step:
             note_figures(out, predicted=prediction)

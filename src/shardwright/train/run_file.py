@@ -34,8 +34,8 @@ MOST_RUN_BYTES = 2**26
 class RunPart(NamedTuple):
     """What one start of a run was given: a run has a part for each start that has taken steps.
 
-    ``first_step`` is the number of steps that were done before, ``seconds`` has those of layers, which
-    were measured or, with a cluster, predicted, and ``command`` is the command line.
+    ``first_step`` is the number of steps that were done before, ``seconds`` are the seconds of layers, measured or,
+    with a cluster, predicted, and ``command`` is the command line.
     """
 
     config: TrainConfig
@@ -72,7 +72,7 @@ def write_run(out: Path, part: RunPart, data: Any, earlier: Sequence[Mapping[str
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Returns the arguments of a process (``sys.argv``) as a shell reads them, without the folder of its program.
+    """Returns the arguments of a process (``sys.argv``) as one line for a shell, without the folder of the program.
 
     >>> command_line(["/usr/bin/shardwright", "train", "--layout", "dp2 tp2"])
     "shardwright train --layout 'dp2 tp2'"

@@ -17,8 +17,8 @@ from shardwright.train.out_folder import CHECKPOINTS
 def check_regular(out: Path) -> None:
     """Raises PlanError unless a run's folder holds only regular files, folders and links to folders.
 
-    Writes to a link to a file, a device or a pipe would go elsewhere. A file in place of the folder of checkpoints,
-    which would be found when the first one is written, is refused too.
+    Writes to a link to a file, a device or a pipe would go elsewhere. A file in place of the folder of checkpoints is
+    refused too: otherwise it would be noticed only when the first checkpoint is written.
     """
     if (out / CHECKPOINTS).is_file():
         raise PlanError(
@@ -61,7 +61,7 @@ def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
 
 
 def moved_schedule(config: TrainConfig, before: Mapping[str, Any], done: int) -> str:
-    """Returns a line on how another number of steps moves the learning rate of a resumed run; "" if it does not.
+    """Returns a line on how a changed number of steps moves the learning rate of a resumed run; "" if it does not.
 
     ``before`` are the options of the run so far, and ``done`` its number of steps.
 
@@ -82,9 +82,10 @@ def moved_schedule(config: TrainConfig, before: Mapping[str, Any], done: int) ->
 
 
 def moved_decay(config: TrainConfig, before: Mapping[str, Any]) -> str:
-    """Returns a line on averages that a resumed run goes on with by another decay; "" if it does not.
+    """Returns a line on the averages of a resumed run if their decay was changed; "" if it was not.
 
-    ``before`` are the options of the run so far. Where either has no averages, loading and the first step say so.
+    ``before`` are the options of the run so far. If the run had no averages, or has none now, the result is "": loading
+    or the first step warns then.
 
     >>> moved_decay(TrainConfig(ema=0.99), {"ema": 0.999})
     'the averages go on with the decay 0.99, where it was 0.999; --ema 0.999 keeps it'
@@ -96,7 +97,7 @@ def moved_decay(config: TrainConfig, before: Mapping[str, Any]) -> str:
 
 
 def finished(config: TrainConfig, done: int) -> str:
-    """Returns a line on a resumed run of which all steps are done; "" if some are left.
+    """Returns a line on a resumed run that has done all of its steps; "" if some are left.
 
     >>> finished(TrainConfig(steps=40), 40)
     'all 40 steps of this run are done: --steps 80 adds 40 more'

@@ -43,14 +43,14 @@ class StepRecording:
     ``num_steps`` is the number of steps that follow the start if nothing stops the run; with fewer than
     ``LEAST_STEPS``, none is measured. Operators are timed on a CPU alone, where they run when they are called. In a
     step with compiled blocks, or one that updates parameters while gradients are computed, neither operators nor memory
-    are looked at. ``num_first`` is the number of first steps that are not as the later ones: they warm up, or are
+    are looked at. ``num_first`` is the number of first steps that differ from later ones, because they warm up or are
     measured.
     """
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
         self._run, self._optimizer = run, optimizer
         is_measured = num_steps >= LEAST_STEPS
-        self._number = 0 if is_measured else LEAST_STEPS  # of the next step
+        self._number = 0 if is_measured else LEAST_STEPS  # the number of the next step
         self.num_first = WARM_UP + 2 if is_measured else WARM_UP
         self._names = {strategy.name for strategy in choose(run.plan.layout)}
         self._tracked: MemoryRecording | None = None
@@ -77,11 +77,11 @@ class StepRecording:
         elif number == WARM_UP + 1 and not updates_within and not self._run.plan.compiled:
             on_host = self._run.world.device.type in devices.HOST
             times = OperatorTimes() if on_host else None
-            # operators are timed inside of what the ledger does at each of them
+            # in this order, the ledger's own work at each operator is not timed as part of the operator
             with times or nullcontext(), memory_tracked(self._run, batch, self._optimizer) as tracked:
                 self._tracked = tracked
                 yield
-            with suppress(Exception):  # such as an assertion of the ledger: a run is worth more than its figures
+            with suppress(Exception):  # any error, such as an assertion of the ledger, must not end the run
                 self._held = {kind: size for kind, size in tracked.account().at_peak().items() if size}
             self._times, self._tracked = times, None
         else:
@@ -99,10 +99,10 @@ class StepRecording:
     def figures(self, everyone: Axis, step_s: float | None) -> dict[str, Any]:
         """Returns what was measured as plain data for ``run.json``; ``step_s`` are the median seconds of a step.
 
-        All ranks call it. ``waterfall`` is that of the rank that computes longest, and adds up to ``step_s``: "other"
-        is what is left, "bubble" has the waits for other stages, and the other layout axes have the waits for their
-        messages. It is {} where operators were not timed. ``memory_by_kind`` is that of the rank that holds most, and
-        ``traffic_by_axis`` that of the rank that sends most.
+        All ranks call it. ``waterfall`` has the seconds of the rank that computes longest, by part, and adds up to
+        ``step_s``: "bubble" has the waits for other stages, the other layout axes have the waits for their messages,
+        and "other" has the remainder. It is {} if operators were not timed. ``memory_by_kind`` is that of the rank that
+        holds most, and ``traffic_by_axis`` that of the rank that sends most.
 
         Traffic: one gather of texts.
         """
@@ -120,7 +120,7 @@ class StepRecording:
     def _bytes(self, records: Sequence[Record]) -> Counter[str]:
         sent: Counter[str] = Counter()
         for record in records:
-            if record.source in self._names:  # not the sum of the loss, nor what ranks tell each other of the run
+            if record.source in self._names:  # left out: the sum of the loss, and messages about the run itself
                 sent[record.axis] += record.num_bytes
         return sent
 
@@ -137,7 +137,7 @@ def _waterfall(rank: Mapping[str, Any], step_s: float | None) -> dict[str, float
             by_part["bubble" if first in mesh_axes("stages") else axis_of[first]] += seconds
     by_part["optimizer"] = rank["update_s"] or 0.0
     remainder = step_s - sum(by_part.values())
-    if remainder < 0:  # the step that was looked at took longer than most
+    if remainder < 0:  # the measured step took longer than the median step: scale its parts to that
         return {name: seconds * step_s / (step_s - remainder) for name, seconds in by_part.items()}
     return {**by_part, "other": remainder}
 

@@ -1,10 +1,10 @@
 """``verify`` compares a layout with one device: the loss, every gradient, parameters and buffers after some steps.
 
 The reference is a copy of the plain model, made before any strategy sees it and with values of its own, and trained by
-plain torch in one process, on the whole batch at once. If microbatches have batch statistics of their own, it takes
-them one after the other and accumulates gradients. Only the random numbers that the forward draws are the library's,
-since different dropout masks would hide every other difference. The caller's model must come out as it went in, or the
-comparison is an error: see ``analysis/left_untouched.py``.
+plain torch in one process, on the whole batch at once. If microbatches have batch statistics of their own, the
+reference takes the microbatches one after the other and accumulates gradients. Only the random numbers that the forward
+draws are the library's, since different dropout masks would hide every other difference. If the caller's model is
+changed, ``verify`` raises an error: see ``analysis/left_untouched.py``.
 
 The error of a gradient is its largest absolute difference divided by its largest absolute entry, but never by less than
 1e-3 (``FLOOR``) times that of all gradients, or 0.1 (``NARROW_FLOOR``) times for a layout in bf16 or fp16: a gradient
@@ -21,8 +21,8 @@ afterwards. Kernels and collectives may add in another order at every run. That 
 
 A floating-point buffer that the steps change is compared like a parameter; any other must be equal bit for bit. A
 layout in bf16 or fp16 is compared with the same reference: the loss and gradients of one step, within a few roundings
-(``ROUNDINGS``). A tensor that differs by more, as behind BatchNorm and ReLU, is allowed three times what plain torch in
-that dtype differs by on one device, in fp16 with a loss scale, and less than a half (``MAX_ERROR``).
+(``ROUNDINGS``). A tensor that differs by more, as after BatchNorm and ReLU, is allowed three times the difference of
+plain torch in that dtype on one device (in fp16 with a loss scale), but less than a half (``MAX_ERROR``).
 
 A layout with ``compile`` first takes steps that count for nothing, so that all steps that are compared run compiled.
 The reference is plain torch, uncompiled, and the tolerance is the same: a compiler may only order sums differently.
@@ -30,11 +30,11 @@ The reference is plain torch, uncompiled, and the tolerance is the same: a compi
 The tolerance (``TOLERANCE``) is 1e-10 in float64 and 1e-5 in float32, with one exception. If a tensor differs by more,
 the reference is run again to measure by how much one device differs from itself (``reference.py`` says how): because
 the model rounds to a narrower dtype inside, as norms that compute in float32 do, or because it magnifies roundings, as
-a stack of BatchNorms over two values each does. Each tensor is allowed three times (``DEVICE_ERROR_FACTOR``) its own
-such difference if that is more than the tolerance, and at least one rounding of the narrow dtype where the difference
-itself is more; but at most 1,000 (``MAX_ROUNDINGS``) roundings of the narrow dtype, or of float32 where no operator
-rounds. So is a loss that is a float32 number: its own difference is at least one rounding. All other tensors keep the
-tolerance.
+a stack of BatchNorms over two values each does. Each tensor is then allowed three times (``DEVICE_ERROR_FACTOR``) its
+own such difference, if that is more than the tolerance. If the difference itself is more than the tolerance, at least
+one rounding of the narrow dtype is allowed. At most 1,000 (``MAX_ROUNDINGS``) roundings of the narrow dtype are
+allowed, or of float32 if no operator rounds. The same holds for the loss; if that is a float32 number, its own
+difference counts as at least one rounding. All other tensors keep the tolerance.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def verify(
         verdict = compared(torch.float64)
     except Exception as failure:  # a model's own code may raise anything in a dtype that it does not run in
         if isinstance(failure, LayoutError | PlanError) and not _may_be_of_dtype(failure):
-            raise  # of the layout or the model's kind, whatever the dtype
+            raise  # the error is one of the layout or of the model's kind, in any dtype
         in_float32 = _error_in(torch.float32, model, loss, batches[0])
         why = _error_in(torch.float64, model, loss, batches[0]) if in_float32 is None else ""
         if in_float32 is not None:
@@ -247,7 +247,7 @@ def _compared(
     def measure(differing: Mapping[tuple[str, str], float]) -> DeviceDifference:
         if narrow == dtype:
             return own_errors(*arguments, dtype, expected, device, differing)
-        return narrow_errors(*arguments, expected, narrow, NARROW_FLOOR, device)  # of all tensors
+        return narrow_errors(*arguments, expected, narrow, NARROW_FLOOR, device)  # errors of all tensors
 
     return compare_outcomes(plan, expected, outcomes, dtype, measure, shares_of(job, plan))
 

@@ -50,17 +50,17 @@ NARROW_FLOOR = 0.1
 """The value in place of ``FLOOR``, the least divisor of an error, for gradients of layouts in bf16 and fp16."""
 
 
-def _buffer_errors(plan: Plan, expected: TrainingOutcome, found: Mapping[int, Named]) -> dict[str, float]:
+def _buffer_errors(plan: Plan, expected: TrainingOutcome, by_rank: Mapping[int, Named]) -> dict[str, float]:
     """Returns the error of each buffer; 0 or infinite for integers and for buffers that the steps do not change."""
     shapes = {name: tuple(buffer.shape) for name, buffer in expected.buffers.items()}
     layouts = {n: plan.buffers.get(n, TensorLayout.whole(shape)).of_shape(shape) for n, shape in shapes.items()}
     changed = {name: buffer for name, buffer in expected.buffers.items() if name in expected.changed}
-    errors = _errors(layouts, plan.mesh, changed, found)
+    errors = _errors(layouts, plan.mesh, changed, by_rank)
     for name, whole in expected.buffers.items():
         if name in changed:
             continue
         layout = layouts[name]
-        by_coord = ((plan.mesh.coord(rank), local.get(name)) for rank, local in found.items())
+        by_coord = ((plan.mesh.coord(rank), local.get(name)) for rank, local in by_rank.items())
         same = all(
             b is not None and torch.equal(cut(whole, layout.pieces(at), layout.local_shape(at)), b)
             for at, b in by_coord
@@ -74,14 +74,14 @@ def _errors(
     layouts: Mapping[str, TensorLayout],
     mesh: Mesh,
     expected: Mapping[str, Tensor | None],
-    found: Mapping[int, Mapping[str, Tensor | None]],
+    by_rank: Mapping[int, Mapping[str, Tensor | None]],
     floor: float = FLOOR,
 ) -> dict[str, float]:
     """Returns the largest relative error of each tensor over all ranks; infinite if only one side has the tensor."""
     errors = {}
     for name, scale in scales(expected, floor).items():
         whole, worst = expected[name], 0.0
-        for rank, local in found.items():
+        for rank, local in by_rank.items():
             coord, layout, actual = mesh.coord(rank), layouts[name], local.get(name)
             if whole is None:
                 worst = worst if actual is None or not actual.numel() else float("inf")
@@ -98,10 +98,10 @@ def _errors(
     return errors
 
 
-def _presence(name: str, expected: TrainingOutcome, found: Mapping[int, TrainingOutcome]) -> str:
+def _presence(name: str, expected: TrainingOutcome, by_rank: Mapping[int, TrainingOutcome]) -> str:
     """Returns text on a gradient that only one side has; an empty text for any other."""
     whole = expected.gradients.get(name)
-    for rank, outcome in found.items() if name in expected.gradients else ():
+    for rank, outcome in by_rank.items() if name in expected.gradients else ():
         actual = outcome.gradients.get(name)
         if whole is None and actual is not None and actual.numel():
             kind = "one" if actual.any() else "one of zeros"
@@ -121,7 +121,7 @@ def _nan_of(expected: TrainingOutcome) -> str:
 
 
 def _largest(errors: Iterable[float]) -> float:
-    """Returns the largest error, NaN if one is NaN, which ``max`` finds only in the first place; 0 without errors."""
+    """Returns the largest error; NaN if any is NaN, which ``max`` returns only if it comes first; 0 without errors."""
     every = list(errors)
     return math.nan if any(map(math.isnan, every)) else max(every, default=0.0)
 
@@ -129,20 +129,21 @@ def _largest(errors: Iterable[float]) -> float:
 def compare_outcomes(
     plan: Plan,
     expected: TrainingOutcome,
-    found: Sequence[TrainingOutcome],
+    outcomes: Sequence[TrainingOutcome],
     dtype: torch.dtype,
     measure: Callable[[Mapping[tuple[str, str], float]], DeviceDifference],
     cuts: Sequence[CutShare],
 ) -> Verdict:
-    """Returns the verdict; ``measure``, called only if it may matter, returns one device's own rounding errors.
+    """Returns the verdict on the ranks' ``outcomes``, compared with that of one device (``expected``).
 
-    It gets the errors, by kind and name, of the tensors that differ.
+    ``measure`` returns one device's own rounding errors. It is called only if tensors differ by more than the
+    tolerance, with their errors by kind and name.
     """
     narrow = compute_dtype(dtype, plan.layout)
     tolerance = TOLERANCE[dtype] if narrow == dtype else ROUNDINGS * torch.finfo(narrow).eps
     # a launcher that uses torchrun's ranks returns, in each process, that process's outcome only
-    every_rank = len(found) == plan.mesh.size
-    by_rank = dict(enumerate(found)) if every_rank else {int(os.environ["RANK"]): found[0]}
+    every_rank = len(outcomes) == plan.mesh.size
+    by_rank = dict(enumerate(outcomes)) if every_rank else {int(os.environ["RANK"]): outcomes[0]}
     gradients, parameters, buffers, loss_error = _outcome_errors(
         plan, expected, by_rank, FLOOR if narrow == dtype else NARROW_FLOOR, exact=narrow == torch.float64
     )
@@ -204,7 +205,7 @@ class _OutcomeErrors(NamedTuple):
 def _outcome_errors(
     plan: Plan, expected: TrainingOutcome, by_rank: Mapping[int, TrainingOutcome], floor: float, *, exact: bool
 ) -> _OutcomeErrors:
-    """Returns the errors of ranks' outcomes; unless ``exact``, those of the first step's loss and gradients alone."""
+    """Returns the errors of ranks' outcomes; unless ``exact``, only those of the first step's loss and gradients."""
     layouts = {name: state.gradient for name, state in plan.state.items()}
     local = {rank: outcome.gradients for rank, outcome in by_rank.items()}
     gradients = _errors(layouts, plan.mesh, expected.gradients, local, floor)
@@ -239,9 +240,9 @@ def _allowed(
 
     def allowed(kind: str, name: str) -> float:
         error = kinds[kind].get(name, 0.0)
-        # one number, as of a gate, sums up all that is rounded, which in one comparison may cancel by chance
+        # a single number, such as a gate's, adds up all roundings, which may cancel by chance in one comparison
         error = max(kinds[kind].values(), default=0.0) if name in numbers else error
-        # the loss is one number too, and reads all that is rounded
+        # the loss is a single number too, and depends on everything that rounds
         rounds = (largest if kind == "loss" else error) > tolerance
         return max(tolerance, min(max(DEVICE_ERROR_FACTOR * error, rounding if rounds else 0.0), most))
 

@@ -62,13 +62,13 @@ by its own size, the update of an entry near zero is mostly rounding.
 
 LEARNING_RATE = 1e-3
 _NUM_PAIRS = 3
-"""The number of pairs of runs beside the reference, of whose differences the median counts.
+"""The number of pairs of runs beside the reference. The median of their differences counts.
 
-So one pair that moves a number across a kink of the model counts for nothing.
+So a single pair in which a number crosses a kink of the model has no effect.
 """
 
 _MOST_PAIRS = 10
-"""The most pairs that are run where the first ones have shown no rounding of a tensor that differs on the ranks."""
+"""The most pairs that are run if the first ones show no rounding in a tensor that differs on the ranks."""
 
 Batch = tuple[Any, Any]
 _TensorKey = tuple[str, str]
@@ -121,20 +121,19 @@ def reference(
     AdamW makes a step for each of ``batches``, which are not written to. ``seed`` determines dropout and initial values
     that the model lacks. ``plan`` says how batches are cut if microbatches have batch statistics of their own.
     ``draws`` are the random function calls that a recorded forward of the model has made, and ``unrecorded`` says why
-    it could not be recorded. ``eps`` is AdamW's; by
-    default it is ``EPS`` times the largest absolute entry of the first step's gradients. ``shift(name, value)`` may
-    change each parameter's initial value, in place. ``forward`` is a context in which the forwards run. ``narrow`` is a
-    dtype in which all is computed, as under a layout in bf16; in fp16 the loss is computed in float32, as sums of
-    losses are soon infinite. The loss is multiplied by ``scale`` before the backward, and gradients are divided by it:
-    where the model computes in a narrower dtype, a scale changes the rounding, and keeps fp16 gradients from
-    underflowing.
+    it could not be recorded. ``eps`` is AdamW's; by default it is ``EPS`` times the largest absolute entry of the first
+    step's gradients. ``shift(name, value)`` may change each parameter's initial value, in place. ``forward`` is a
+    context in which the forwards run. ``narrow`` is a dtype in which all is computed, as under a layout in bf16; in
+    fp16 the loss is computed in float32, since sums of losses soon become infinite in fp16. The loss is multiplied by
+    ``scale`` before the backward, and gradients are divided by it: if the model computes in a narrower dtype, a scale
+    changes the rounding, and keeps fp16 gradients from underflowing.
 
     Raises: PlanError: the copy still holds a module, parameter or buffer of ``plain``, or torch refuses a microbatch
         of the plan.
     """
     model, rng, place = _on_cpu(plain, seed, shift), RngTracker(seed), torch.device(device)
     rng.unrecorded = unrecorded
-    loss = copied_loss(loss)  # each run begins with the buffers that it has
+    loss = copied_loss(loss)  # a copy for each run, so that each begins with the same buffers
     on_several = len({p.device for p in plain.parameters()}) > 1
     if place.type != "cpu":
         model.to(place)
@@ -162,22 +161,22 @@ def reference(
             scaled = copied_gradients(dict(model.named_parameters()))
             outcome.gradients = {name: None if grad is None else _divided(grad, times) for name, grad in scaled.items()}
             largest = EPS * _largest(outcome.gradients)
-            usable = largest if 0.0 < largest < math.inf else 1e-8  # NaN is not: the comparison says so then
+            usable = largest if 0.0 < largest < math.inf else 1e-8  # NaN is not usable; the comparison reports it
             outcome.eps = usable if eps is None else eps
             optimizer.param_groups[0]["eps"] = outcome.eps
         for parameter in model.parameters():
-            if parameter.grad is not None:  # a new tensor: parameters may share a gradient
+            if parameter.grad is not None:  # not divided in place, since parameters may share a gradient
                 parameter.grad = parameter.grad / times
         optimizer.step()
     outcome.parameters = {name: p.detach().cpu() for name, p in model.named_parameters()}
-    # buffers that the steps have added are caches
+    # buffers that the steps have added are left out: they are caches
     outcome.buffers = {name: buffer for name, buffer in copied_buffers(model).items() if name in before}
     outcome.changed = _changed(before, outcome.buffers)
     return outcome
 
 
 def _on_cpu(plain: nn.Module, seed: int, shift: Callable[[str, Tensor], None]) -> nn.Module:
-    """Returns a copy of a model on the CPU, with values that ``shift`` has changed; ``seed`` draws those it lacks.
+    """Returns a copy of a model on the CPU, with values that ``shift`` has changed; missing ones are drawn by ``seed``.
 
     Raises: PlanError: the copy still holds a module, parameter or buffer of ``plain``.
     """
@@ -265,7 +264,7 @@ def copied_buffers(model: nn.Module) -> Named:
 
 
 def scales(named: Mapping[str, Tensor | None], floor: float) -> dict[str, float]:
-    """Returns the divisor that makes each tensor's error relative: its largest absolute entry, or a bound if larger.
+    """Returns the divisor that makes each tensor's error relative: its largest absolute entry, but at least a bound.
 
     The bound is ``floor`` times the largest absolute entry of all tensors. The divisor is 1 where both are 0.
     """
@@ -341,14 +340,16 @@ def own_errors(
 ) -> DeviceDifference:  # fmt: skip
     """Returns the relative errors by which runs on one device differ from each other, due to rounding alone.
 
-    Where ``device``, that of the ranks, is not the CPU, one of the runs is on such a device, without a change.
+    If ``device``, the device type of the ranks, is not the CPU, one more run is on such a device, with unchanged
+    initial values.
 
-    In pairs of runs every initial value is larger and smaller by one rounding of the narrowest dtype of the model. If
-    that is narrower than ``dtype``, the second difference counts, in which what the model makes of the change itself
-    cancels. Else the larger first difference counts: it is what the model makes of one rounding of ``dtype``.
-    ``differing`` are the errors, by kind and name, of the tensors that differ on the ranks. More runs are compared if
-    the first ones show no rounding of one of these, and it differs by less than a rounding. ``expected`` is the result
-    of :func:`reference` for the same arguments; this function calls :func:`reference` several times more.
+    In each pair of runs, every initial value is shifted by one rounding of the narrowest dtype of the model, in one run
+    up where it is down in the other. If that dtype is narrower than ``dtype``, the second difference of the results
+    counts: the effect of the shift itself cancels in it. Otherwise the larger first difference counts: the effect of
+    one rounding of ``dtype``. ``differing`` are the errors, by kind and name, of the tensors that differ on the ranks.
+    More pairs are run if the first ones show no rounding in one of these tensors, and that differs by less than a
+    rounding. ``expected`` is the result of :func:`reference` for the same arguments; this function calls
+    :func:`reference` several times more.
     """
     recorder = RoundingRecorder(dtype)
     reference(plain, loss, batches[:1], seed, plan, draws, eps=expected.eps, forward=recorder)
@@ -363,7 +364,7 @@ def own_errors(
         len(pairs) < _MOST_PAIRS
         and any(max(errors.get(key, 0.0) for errors in pair_errors) < error for key, error in small.items())
     ):
-        # ranks divide their losses by the number of targets that they expect; each odd divisor rounds otherwise
+        # as ranks do, which divide their losses by the expected number of targets; each odd divisor rounds differently
         scales_of_pair = (1 / (4 * len(pairs) + odd) for odd in (3, 5))
         steps = zip((h, -h), scales_of_pair, strict=True)
         up, down = (shifted(shift=partial(_shift, step, len(pairs)), scale=scale) for step, scale in steps)
@@ -401,8 +402,9 @@ def narrow_errors(
 ) -> DeviceDifference:  # fmt: skip
     """Returns the largest relative errors of a step that plain torch computes in ``narrow`` on one device.
 
-    It is computed from the initial values, and from values a quarter of a rounding beside them, which round otherwise.
-    Where ``device``, that of the ranks, is not the CPU, the step is also taken there, from the initial values.
+    The step is computed from the initial values, and from values that differ from them by a quarter of a rounding and
+    so round differently. If ``device``, the device type of the ranks, is not the CPU, the step is also computed there,
+    from the initial values.
     ``expected`` is the result of :func:`reference` for the same arguments, and ``floor`` the least divisor of an error
     as for :func:`scales`.
     """
@@ -470,15 +472,15 @@ def _differences(
 
 
 def _by_key(of: Mapping[str, Mapping[str, float]]) -> dict[_TensorKey, float]:
-    """Returns errors that are listed by kind, and for each kind by name, under the pair of both."""
+    """Returns errors, which are listed by kind and then by name, in one dict by (kind, name)."""
     return {(kind, name): error for kind, errors in of.items() for name, error in errors.items()}
 
 
-def _medians(rounding: float, found: Sequence[Mapping[_TensorKey, float]]) -> dict[_TensorKey, float]:
-    """Returns each tensor's median error, or its largest error where that is less than a third of one rounding.
+def _medians(rounding: float, pair_errors: Sequence[Mapping[_TensorKey, float]]) -> dict[_TensorKey, float]:
+    """Returns each tensor's median error over the pairs, or its largest, up to a third of a rounding, if that is more.
 
-    A gradient that comes from one rounded number has no second difference where that number moved up as far in one run
-    as down in the other. So its median may be 0 by chance, although it rounds.
+    The median alone may be 0 by chance for a gradient that rounds: if the gradient comes from one rounded number, and
+    that number moves up in one run of a pair as far as it moves down in the other, the second difference is 0.
     """
-    values = {name: [errors.get(name, 0.0) for errors in found] for name in found[0]}
+    values = {name: [errors.get(name, 0.0) for errors in pair_errors] for name in pair_errors[0]}
     return {name: max(median(errors), min(max(errors), rounding / 3)) for name, errors in values.items()}

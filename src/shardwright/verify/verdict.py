@@ -14,10 +14,10 @@ class Verdict:
     Errors are relative. ``max_relative_error`` is the largest error of any gradient, parameter or buffer, and
     ``worst_parameter`` is the tensor that has it. ``first_difference`` is the first parameter whose gradient has a
     larger error than is allowed, or else the first parameter or buffer whose values have one, and ``first_error`` is
-    its error. If there is none, they are "" and the error of the loss. ``allowed`` is the error allowed for the tensor
-    ``first_difference`` or, if that is "", for ``worst_parameter``: ``tolerance`` or, for a tensor by which runs on one
-    device differ more, several times that difference. ``own_error`` is the largest such difference, 0 if none is beyond
-    ``tolerance``.
+    its error. Without such a tensor, they are "" and the error of the loss. ``allowed`` is the error allowed for the
+    tensor ``first_difference`` or, if that is "", for ``worst_parameter``: ``tolerance``, or several times the
+    difference between runs on one device if that is more for this tensor. ``own_error`` is the largest such difference,
+    0 if none is beyond ``tolerance``.
 
     ``loss_error`` and the errors of gradients, parameters and buffers are the largest of each kind; parameters and
     buffers are compared only if the layout computes in float64, and their errors are 0 otherwise. ``parameters`` and
@@ -25,7 +25,7 @@ class Verdict:
     gradient that only one side has, or on differences that may be rounding. ``shares`` is the share of the parameters
     that each factor of the layout cuts, and ``flops`` that of the forward's FLOPs, where they are known; ``left_whole``
     names the largest layers left whole by a factor that cuts little, and pipeline stages that have nearly all.
-    ``only_float32`` says why plain torch has no result in float64, as its error, if it has one in float32.
+    ``only_float32`` is the error of plain torch in float64, if it has a result in float32 alone, else "".
     """
 
     equal: bool
@@ -50,7 +50,7 @@ class Verdict:
     only_float32: str = ""
 
     def __bool__(self) -> bool:
-        """Whether the layout equals one device, so that ``assert verify(...)`` says what it reads as."""
+        """Whether the layout equals one device, so that ``assert verify(...)`` fails if it does not."""
         return self.equal
 
     def to_dict(self) -> dict[str, Any]:

@@ -58,9 +58,9 @@ def adapter_names(model: nn.Module, adapter: str, names: Collection[str]) -> dic
     tensors = {name: torch.empty(0, device="cpu") for name in names}
     hooks = {module: module._state_dict_pre_hooks for module in model.modules()}
     try:
-        for module in hooks:  # those of ZeRO refuse reads of values, and here the names alone are read
+        for module in hooks:  # ZeRO's hooks refuse reads of values, but here only names are read
             module._state_dict_pre_hooks = OrderedDict()
-        with torch._C.DisableTorchFunctionSubclass():  # so do the parameters that ZeRO has resharded
+        with torch._C.DisableTorchFunctionSubclass():  # parameters that ZeRO has resharded refuse reads too
             state = get_peft_model_state_dict(
                 model, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=False
             )
@@ -89,7 +89,7 @@ def names_beside_adapter(
     if adapter is None or not {*plain}.isdisjoint(held):
         return None
     own, whole = adapter_names(model, adapter, plain), f".modules_to_save.{adapter}."
-    # a copy of a layer of the base model, which is trained whole; a stage without that layer does not name it
+    # modules_to_save are copies of layers of the base model, trained whole; peft names them only on a stage with them
     own |= {name: name.replace(whole, ".") for name in plain if whole in name}
     if all(name.startswith(_WRAPPER) for name in held):
         return {name: own.get(name) for name in plain}

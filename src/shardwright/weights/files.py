@@ -1,6 +1,7 @@
-"""Opens files of weights: only regular files, read at given places, never mapped, and compared when all is read.
+"""Opens files of weights: only regular files, which are read at given places, never mapped, and at the end checked.
 
-A file that is mapped into memory and shortened meanwhile ends the process (SIGBUS). A read at a place ends in an error.
+The check raises an error for a file that was written to meanwhile. If a mapped file is shortened, the process dies
+(SIGBUS); a read at a place raises an error instead.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class OpenFile:
 
     def _now(self) -> tuple[int, int]:
         status = os.fstat(self._file.fileno())
-        if not stat.S_ISREG(status.st_mode):  # it was replaced since it was looked at
+        if not stat.S_ISREG(status.st_mode):  # it was replaced since its kind was checked
             raise broken(self.path, "no regular file")
         return status.st_size, status.st_mtime_ns
 

@@ -85,12 +85,12 @@ def save_weights(
     Floating-point tensors are rounded to ``dtype``, if it is given; else they are as the run stores them, master
     weights in fp32. ``config`` is for "transformers": a config object of transformers, a dict, or a folder of
     transformers from which ``config.json`` and the tokenizer are copied; by default the ``config`` of the model. If
-    ``source`` is a path, ``model`` may be the plain model, on the meta device too, of which ties and config are read.
+    ``source`` is a path, ``model`` may be the plain model, on the meta device too, from which ties and config are read.
     With ``averages``, ``source`` is the path of a checkpoint, whose averages (of ``run.average``) are written in place
     of the parameters; of a run, write ``with averages.applied(): sw.save_weights(run, to)``.
 
-    With ``check_only`` no file is written: what would be refused at the end of a long run is refused by the same call
-    before its first step. Folders above ``to`` that are missing are made. The result has no files.
+    With ``check_only`` no file is written, and the result has no files: before a long run, such a call raises the
+    errors that the same call without it would raise at the end. Missing folders above ``to`` are made.
 
     Traffic: for a run, gathers of names, shapes and error texts as text, and of each tensor each element once.
     Raises: CheckpointError, on every rank: the source cannot be read, two tensors would have one name, ``to`` is a
@@ -268,7 +268,7 @@ def _save_run(run: Run, writing: _WriteConfig) -> SavedWeights:
             files.extend(writing.write(table, values, beside))
 
         problem = _problem_of(writing.to, write)
-    for _ in values:  # a collective each: what rank 0 did not come to write included
+    for _ in values:  # each is one collective, so all ranks take all of them, even if rank 0 failed before the last
         pass
     _raise_together(everyone, problem)
     return writing.outcome(table, gather_json(everyone, files)[0])
@@ -303,7 +303,7 @@ def _save_path(source: Path, writing: _WriteConfig, model: nn.Module | None, *, 
 
 
 def _read(store: WeightStore, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
-    """Yields whole tensors; before the last it checks that the files have not changed meanwhile."""
+    """Yields whole tensors; before the last one it raises CheckpointError if the files have changed meanwhile."""
     for left, (name, shape) in zip(reversed(range(len(shapes))), shapes.items(), strict=True):
         values = store.read(name, Box.of(shape))
         if not left:

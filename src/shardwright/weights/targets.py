@@ -1,7 +1,7 @@
 """Writes weights into files and folders of other programs: beside their place, then renamed, so that no half is left.
 
-Each writer takes a table of what comes and an iterator of the tensors in that order, and holds one of them at a time;
-only a ``.pt`` file needs all of them in memory.
+Each writer takes a table of the tensors to come and an iterator of the tensors in that order, and holds one of them at
+a time; only a ``.pt`` file needs all of them in memory.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ _WEIGHTS = re.compile(
     r"(adapter_)?model(-\d+-of-\d+)?\.safetensors|__\d+_\d+\.distcp|"
     + "|".join(re.escape(name) for name in (INDEX, METADATA))
 )
-"""The names of files of weights that this module writes; a folder may be replaced if it holds no others that stay out.
+"""The names of files of weights that this module writes.
 
-A ``config.json`` or a tokenizer is replaced only by another one: it is not to be had from the weights again.
+A folder may be replaced only if every other file in it is written again too. So a ``config.json`` or a tokenizer, which
+cannot be made from the weights, is replaced only by a new one.
 """
 
 
 _OURS = "written by shardwright"
-"""The text in files of weights by which what this library wrote, and may replace, is known again."""
+"""The text in files of weights that marks them as written by this library, which may therefore replace them."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def _reserve(file: BinaryIO, size: int) -> None:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as failure:
-            if failure.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):  # others: it cannot reserve there
+            if failure.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):  # else the file system cannot reserve room
                 raise
 
 
@@ -229,9 +230,9 @@ def check_target(to: Path, *, folder: bool, beside: Collection[str] = ()) -> Non
 
 
 def check_replaces(to: Path, sources: Iterable[Path]) -> None:
-    """Raises CheckpointError where ``to`` is what the weights came from, or a file or folder by another program.
+    """Raises CheckpointError if ``to`` is one of the ``sources``, or a file or folder that another program has written.
 
-    ``sources`` are the files and folders that were read: of the weights, and of the config.
+    ``sources`` are the files and folders from which the weights and the config were read.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -266,7 +267,7 @@ def _is_ours(file: Path) -> bool:
             return TensorFile(file).metadata.get("note") == _OURS
         if file.name == METADATA:
             return file.stat().st_size <= MOST_METADATA_BYTES and _OURS.encode() in file.read_bytes()
-        if file.name != INDEX and file.suffix != ".distcp":  # which say nothing without the others
+        if file.name != INDEX and file.suffix != ".distcp":  # these two are of no use without the other files
             with file.open("rb") as opened:
                 opened.seek(max(0, file.stat().st_size - len(_OURS)))
                 return opened.read() == _OURS.encode()

@@ -182,16 +182,16 @@ class _StoredRecord:
             self.state = state
 
 
-def _read_metadata(found: Any) -> tuple[dict[str, list[_Chunk]], StateTable]:
+def _read_metadata(metadata: Any) -> tuple[dict[str, list[_Chunk]], StateTable]:
     """Returns the chunks, and the dtype and shape, of every tensor. Raises any error if the metadata are damaged."""
     places = {}
-    for index, info in found.storage_data.items():
+    for index, info in metadata.storage_data.items():
         if getattr(info, "transform_descriptors", None):
             raise ValueError(f"{index.fqn!r:.80} is compressed, which is not read")
         places[index.fqn, tuple(getattr(index, "offset", None) or ())] = (info.relative_path, info.offset, info.length)
     chunks: dict[str, list[_Chunk]] = {}
     tensors = {}
-    for name, entry in found.state_dict_metadata.items():
+    for name, entry in metadata.state_dict_metadata.items():
         if type(entry).__name__ != "TensorStorageMetadata":
             continue  # values that are no tensors, such as a step number
         properties = entry.properties
@@ -209,8 +209,8 @@ def _read_metadata(found: Any) -> tuple[dict[str, list[_Chunk]], StateTable]:
     return chunks, tensors
 
 
-def _sizes(given: Sequence[int]) -> tuple[int, ...]:
-    sizes = tuple(given)
+def _sizes(numbers: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(numbers)
     if not all(type(size) is int and 0 <= size < 2**63 for size in sizes):
         raise ValueError(f"sizes that are no sizes: {sizes!r:.80}")
     return sizes

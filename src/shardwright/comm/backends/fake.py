@@ -28,9 +28,10 @@ T = TypeVar("T")
 class _BlockReaders:
     """Models when other ranks release this rank's blocks: as late as is possible for ranks that run the same code.
 
-    When a rank begins a call, it has ended the calls that this rank ended before beginning the same call; no more is
-    known of it. So a block is free at the end of a call that began after the block's own call ended, if all of its
-    readers take part. Of blocks sent p2p, each message received from the reader frees one.
+    All that is known of another rank is this: when it begins a call, it has ended all calls that this rank ended before
+    it began the same call. So a block is surely free at the end of a later call, if that call began after the block's
+    own call had ended and all of the block's readers take part in it. A block that was sent p2p is free when a message
+    arrives from its reader: each message frees one.
     """
 
     blocks: Blocks | None
@@ -51,7 +52,7 @@ class _BlockReaders:
         """Ends a call of this rank and the ranks ``others``, and frees the blocks that these must have read by then."""
         began, taken = begun
         for ended, place, readers in self._ended:
-            if ended < began:  # the members of this call have read all that was sent before it began
+            if ended < began:  # members have read what was sent in calls that ended before
                 self._read(place, readers, others)
         self._ended = [block for block in self._ended if block[2]]
         self._now += 1

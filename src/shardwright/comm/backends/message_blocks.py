@@ -156,9 +156,7 @@ class MessageExchange:
         self.received: dict[
             tuple[int, int, int, int], ReceivedMessage
         ] = {}  # by peer, kind, channel, number of the call
-        self.when_posted: dict[
-            tuple[int, int], Callable[[], None]
-        ] = {}  # callbacks of all-reduces, by channel and call
+        self.when_posted: dict[tuple[int, int], Callable[[], None]] = {}  # callbacks of all-reduces, by (channel, call)
         self.peer_blocks: dict[tuple[int, int], MessageBlock] = {}  # mapped here, by peer and block
         self.blocks: list[MessageBlock] = []
         self.block_sizes = Blocks()
@@ -345,7 +343,7 @@ class MessageExchange:
             except ConnectionError:
                 self.lost_peers.add(peer)  # its earlier messages are kept; waiting for more raises
                 self._poll.unregister(handle)
-            else:  # a rank that closes sends nothing: each that gives up would let the others wait for longer
+            else:  # closing is no progress: else each rank that gives up would prolong the others' wait
                 progress = True
         return self._store_arrived() or progress
 
@@ -360,7 +358,7 @@ class MessageExchange:
 
     def _store(self, key: tuple[int, int, int, int], posted: ReceivedMessage) -> None:
         self.received[key] = posted
-        if key[1] == POST and key[2:] in self.when_posted:  # an all-reduce may now be able to sum its own part
+        if key[1] == POST and key[2:] in self.when_posted:  # an all-reduce may have all tensors now
             self.when_posted[key[2:]]()
 
     def _read_message(self, peer: int, connection: socket.socket) -> None:

@@ -89,7 +89,7 @@ class NcclChannel(GroupChannel):
                 result, operand, group=self.group, async_op=True
             )
         else:
-            numbers = 1 + whole.is_complex()  # of one element
+            numbers = 1 + whole.is_complex()  # real numbers in one element
             parts = self._ordered(list(operand.split([numbers * size for size in sizes])))
             work = dist.reduce_scatter(result, parts, group=self.group, async_op=True)
 
@@ -217,7 +217,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor | None:
     """Returns the tensor of which the parts are equal, consecutive slices, or None if they are not."""
     first, *rest = parts
     storage = first.untyped_storage().data_ptr()
-    if any(part.untyped_storage().data_ptr() != storage for part in rest):  # neighbors by chance are no whole
+    if any(part.untyped_storage().data_ptr() != storage for part in rest):  # adjacent by chance
         return None
     ends = [first.data_ptr() + i * first.nbytes for i in range(1, len(parts))]
     alike = all(part.numel() == first.numel() for part in rest)

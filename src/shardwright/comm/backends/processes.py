@@ -87,7 +87,8 @@ def run_here(
     place, backend = rank_devices.decided(ranks, rank)
     recorder = Recorder()
     with _naming_lost_partners(rank, size):
-        # no device_id: with one, NCCL splits groups off their parent, which needs the ranks that are in neither
+        # no device_id: with one, NCCL splits each group off a parent group, and ranks outside of the new group would
+        # have to take part
         wait = torch_timeout(timeout, over_nccl=backend in NATIVE)
         dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size)
         call_checker = CallChecker(rank, timeout_s) if debug else None
@@ -119,9 +120,9 @@ def run_here(
 
 @contextmanager
 def _forked_ends() -> Iterator[None]:
-    """Returns a context in which a process that its block forks ends, and does not go on as this rank.
+    """Returns a context for this rank's work: if the work forks a process, that process ends here and does not go on.
 
-    It would else send the ranks and the launcher what they take for messages of this rank.
+    Otherwise the forked process would send messages that the ranks and the launcher take for messages of this rank.
     """
     own, code = os.getpid(), 0
     try:
@@ -171,7 +172,7 @@ def _naming_lost_partners(rank: int, size: int) -> Iterator[None]:
         yield
     except RuntimeError as failure:
         if isinstance(failure, CommunicationError | torch.AcceleratorError | NotImplementedError):
-            raise  # these name what is wrong on this rank itself
+            raise  # they name a problem of this rank itself
         raise LostPartnerError(  # a rank that is connected already may have been killed
             "this rank could not connect to the others",
             given=f"rank {rank} of {size}; torch reports: {first_line(failure)}",
@@ -247,7 +248,7 @@ def run_processes(
         except KeyboardInterrupt as stop:
             if started.signalled in (0, signal.SIGINT):
                 raise
-            if not IS_COMMAND:  # which has words of its own
+            if not IS_COMMAND:  # the command prints its own text
                 why = ": ".join(filter(None, [f"stopped by {signal.Signals(started.signalled).name}", str(stop)]))
                 with suppress(OSError):  # it may be closed
                     os.write(2, f"{why}\n".encode())
@@ -291,7 +292,7 @@ def rank_main(task: int, answer: int) -> None:
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"].partition(",")[0]))
     _end_with_the_launcher(rank, task, folder)
     try:
-        # as in a child of multiprocessing: a main script that starts ranks whenever it is imported raises in prepare()
+        # as in a child of multiprocessing: prepare() then raises if the main script starts ranks when it is imported
         process.current_process()._inheriting = True  # type: ignore[attr-defined]
         spawn.prepare(program)
         del process.current_process()._inheriting  # type: ignore[attr-defined]
@@ -307,7 +308,7 @@ def rank_main(task: int, answer: int) -> None:
     with suppress(OSError), os.fdopen(answer, "wb") as pipe:  # the launcher may have ended
         pipe.write(answer_bytes)
     if not code:
-        # what a child of multiprocessing does at its end, and os._exit leaves out: finalizers, and waiting for threads
+        # runs finalizers and waits for threads, as a child of multiprocessing does at its end; os._exit does not
         util._exit_function()  # type: ignore[attr-defined]
         threading._shutdown()  # type: ignore[attr-defined]
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed before Python started
@@ -383,7 +384,7 @@ def _new_store(rank: int, size: int, timeout: timedelta) -> Any:
 
     def pause() -> None:
         nonlocal pause_s
-        time.sleep(pause_s)  # the store can wait for a key, but those of earlier attempts are there already
+        time.sleep(pause_s)  # polls: keys of earlier attempts exist already, so waiting for a key returns at once
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         if time.monotonic() > end:
             there = {other: store.get(name).decode() for other, name in enumerate(names) if store.check([name])}

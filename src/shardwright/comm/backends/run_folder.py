@@ -64,9 +64,9 @@ def run_folder() -> Iterator[Path]:
 def _reserve_room(folder: Path) -> None:
     """Makes the file by which ranks meet, with room that stays when the disk fills. Raises PlanError: there is none.
 
-    In a run of 8, a rank writes some hundred bytes into it. Where a part of them has no room, torch (2.13) reads for
-    ever, in native code and with the file's lock, which neither a time limit nor the rank that could not write then
-    ends.
+    In a run of 8 ranks, each writes some hundred bytes into it. If the disk has no room for all of them, torch (2.13)
+    reads forever, in native code and holding the file's lock. Neither a time limit nor the end of the rank that could
+    not write ends that.
     """
     path = folder / STORE
     try:
@@ -80,7 +80,8 @@ def _reserve_room(folder: Path) -> None:
 
 def _reserve(handle: int) -> None:
     """Reserves the room of an open file, which stays empty, on systems that can. Raises OSError: there is no room."""
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)  # Python has only that which adds zeros
+    # not os.posix_fallocate, which would fill the file with zeros
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if fallocate is not None and fallocate(handle, _KEEP_SIZE, ctypes.c_long(0), ctypes.c_long(_ROOM_BYTES)):
         number = ctypes.get_errno()
         if number in (errno.ENOSPC, errno.EDQUOT):

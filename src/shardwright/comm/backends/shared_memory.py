@@ -74,7 +74,8 @@ class SharedChannel(Channel):
             with self._naming(call):
                 under_way = SharedAllReduce(self.exchange, self.ranks, (self.number, number), tensors, op, place)
             return self._pending(call, under_way.finish)
-        # two members: a + b is b + a, to the last bit; more: each adds all terms in the order of the members
+        # Two members may add in any order, since a + b is b + a to the last bit. With more members, each adds all terms
+        # in the order of the members.
         mine = torch.cat([tensor.view(-1) for tensor in tensors]) if len(self.ranks) > 2 else None
         self._post(call, number, tensors, self.others)
 

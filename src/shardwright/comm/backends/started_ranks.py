@@ -151,7 +151,7 @@ class StartedRanks:
     """The processes of one launch: passes signals on to them, and collects their results or the cause of a failure.
 
     Processes that have not ended ``grace_s`` seconds after a stop signal are killed. ``folder`` is the run's folder,
-    which is there while :meth:`running`; a file in it says of each rank that saves after a failure that it does.
+    which exists during :meth:`running`. A rank that saves after a failure has a file in it for that time.
     """
 
     folder: Path
@@ -161,7 +161,7 @@ class StartedRanks:
         self.grace_s = grace_s
         self._last_s = self._grace_end_s = float("inf")  # when ranks that save are killed too
         self.signalled = 0  # the first signal to the launcher that told the run to stop
-        self._late = 0  # one that came once all ranks had ended
+        self._late = 0  # a signal that came after all ranks had ended
         self._notes: dict[int, failures.FailureNote] = {}
         self._end_s = float("inf")  # when the ranks that are still there are killed
         self._poll = select.poll()
@@ -179,7 +179,7 @@ class StartedRanks:
         """Returns a context that makes the run's folder and forwards signals to the ranks.
 
         At its end it kills the ranks that still run, closes all pipes, removes the folder and only then restores the
-        signal handlers, so that a signal that comes again interrupts none of it; a first one that comes so late is
+        signal handlers, so that a repeated signal cannot interrupt this. If the first signal comes that late, it is
         raised again for the restored handler. The signals are SIGINT, SIGTERM, SIGHUP (forwarded as SIGTERM) and
         SIGUSR1, unless they are ignored, and only in the main thread. A signal to the whole process group reaches a
         rank twice: from its sender, and from here.
@@ -201,7 +201,7 @@ class StartedRanks:
                         for pipe in rank.pipes:
                             os.close(pipe)
         finally:
-            for number in sorted(handlers, key=lambda sig: sig == signal.SIGINT):  # last the one that then may raise
+            for number in sorted(handlers, key=lambda sig: sig == signal.SIGINT):  # SIGINT last: it may raise then
                 signal.signal(number, handlers[number])
             if self._late and not self.signalled:
                 signal.raise_signal(self._late)
@@ -217,7 +217,7 @@ class StartedRanks:
         while not all(rank.ended for rank in self.ranks):
             events = self._poll.poll(_LOOK_S * 1000)
             for handle, _ in events:
-                if handle in self._heard:  # an event before this one may have closed it
+                if handle in self._heard:  # an earlier event may have closed the pipe
                     self._heard[handle]()
             is_silent = not events and _is_suspended(FORK_SERVER.pid)
             for rank in self.ranks:
@@ -233,7 +233,7 @@ class StartedRanks:
         if self.ranks and all(rank.ended for rank in self.ranks):
             self._late = number
             return
-        if number != signal.SIGUSR1 and not self.signalled:  # a second one changes nothing: the ranks save
+        if number != signal.SIGUSR1 and not self.signalled:  # a second signal changes nothing: the ranks save
             self.signalled = number
             self._end_within(self.grace_s)
             self._grace_end_s = self._end_s
@@ -265,7 +265,7 @@ class StartedRanks:
 
     def _kill_all(self) -> None:
         for rank in self.ranks:
-            if rank.killed and not rank.ended:  # it waits for the system, and ends when that lets it
+            if rank.killed and not rank.ended:  # in a system call; it ends when that returns
                 rank.ended = True
             elif not rank.ended:
                 rank.kill()

@@ -56,7 +56,7 @@ class _FunctionTransfer(pickle.Pickler):
 
 
 def _is_nested(function: FunctionType) -> bool:
-    """Whether a function cannot be found by its name, and its globals are those of a module that ranks can import."""
+    """Whether a function cannot be found by its name, but its globals are those of a module that ranks can import."""
     home = sys.modules.get(function.__globals__.get("__name__", ""))
     if home is None or home.__spec__ is None or home.__name__ == "__main__":
         return False

@@ -65,7 +65,7 @@ class ThreadWorld:
     """The state shared by all ranks that are threads of one run: open collectives, waiting ranks, the first failure."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.lock = threading.RLock()  # methods that hold it call fail()
+        self.lock = threading.RLock()  # reentrant: methods that hold it call fail()
         self.live = set(range(num_ranks))
         self.meetings: dict[object, _Rendezvous] = {}
         self.waiting: dict[int, _Rendezvous] = {}
@@ -147,7 +147,7 @@ class ThreadWorld:
                     del self.waiting[member]
             meeting.complete = True
             meeting.contributions.clear()  # a member that waits late must not keep the others' tensors alive
-        meeting.open()  # without the lock, which those that wake need for their next call
+        meeting.open()  # after releasing the lock, which ranks that wake up need
 
     def _check(self) -> None:
         if self.failure is not None:
@@ -241,7 +241,7 @@ class ThreadChannel(Channel):
 
     def subset(self, indices: tuple[int, ...]) -> ThreadChannel:
         """Returns a channel over the members ``indices`` of this group."""
-        # counted for each subset: its members may differ in the other subsets they have made
+        # counted for each subset alone, because its members may have made different numbers of other subsets
         number = self._num_subsets[indices] = self._num_subsets.get(indices, 0) + 1
         ranks = tuple(self.ranks[i] for i in indices)
         return ThreadChannel(self.transport, ranks, (self.key, "subset", indices, number))

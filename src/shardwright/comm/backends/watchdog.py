@@ -96,7 +96,7 @@ class Watchdog:
         before, since_s = None, time.monotonic()
         while not self._closed.wait(min(1.0, self.timeout_s / _LOOKS)):
             open_calls = [call for call in list(self._under_way) if not call.is_complete]
-            # of calls that a stream waits for only the first is known to be under way: later ones may be done
+            # only the first call that a stream waits for is surely under way: later ones may be done
             head = min(open_calls, key=lambda call: call.order, default=None)
             first = next((call for call in open_calls if call is head or call.order == inf), None)
             if first is not before:

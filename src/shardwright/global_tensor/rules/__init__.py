@@ -101,13 +101,13 @@ def _execute(call: OperatorCall, leaves: list[Any], spec: Any) -> Any:
     handler = randoms.HANDLERS.get(call.name) or _READERS.get(call.name)
     if handler is not None:
         return handler(call)
-    if _is_composite(call):  # autograd has not decomposed it, as in inference mode
+    if _is_composite(call):  # e.g. in inference mode, in which autograd decomposes nothing
         return func.decompose(*args, **kwargs)
     decision = _decision(call)
     outs = [kwargs.get(argument.name) for argument in func._schema.arguments if argument.is_out]
     if any(out is not None for out in outs) and any(not args or out is not args[0] for out in outs):
         raise refusal(call, "the result would be written into a tensor of another layout: leave out 'out='")
-    # every rank runs the redistributions, members of the placement or not, in the order of the inputs
+    # every rank, also outside of the placement, runs the redistributions, in the order of the inputs
     local_inputs = [
         redistributed_local(x, GlobalLayout(call.placement, sbp)) if x.sbp != sbp else x._local_tensor
         for x, sbp in zip(call.tensors, decision.ins, strict=True)
@@ -230,7 +230,7 @@ _OUTPUTS: dict[Any, list[Tensor | None]] = {}
 
 def _outputs(call: OperatorCall) -> tuple[Any, list[Tensor | None]]:
     """Returns the call's cache key and its outputs as meta tensors of global shapes, computed once for equal keys."""
-    # the default dtype is part of the key: a quotient of integers has it
+    # the default dtype is part of the key, since it is the dtype of a quotient of integers
     key = (call.func, _hashable(call.args), _hashable(tuple(sorted(call.kwargs.items()))), torch.get_default_dtype())
     if key not in _OUTPUTS:
         if len(_OUTPUTS) > 10_000:
@@ -254,12 +254,12 @@ def _meta_outputs(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
 
 
-def _hashable(given: Any) -> Any:
-    if isinstance(given, Tensor):
-        return ("tensor", tuple(given.shape), given.stride(), given.dtype)
-    if isinstance(given, (list, tuple)):
-        return tuple(_hashable(entry) for entry in given)
-    return (type(given).__name__, given)
+def _hashable(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return ("tensor", tuple(argument.shape), argument.stride(), argument.dtype)
+    if isinstance(argument, (list, tuple)):
+        return tuple(_hashable(entry) for entry in argument)
+    return (type(argument).__name__, argument)
 
 
 def _as_list(result: Any) -> list[Any]:
@@ -271,7 +271,7 @@ def _returned(call: OperatorCall, decision: ShardingDecision, result: Any) -> An
     schema = call.func._schema
     if len(schema.returns) == 1 and pointwise.is_in_place(call):
         x = call.args[0]
-        if x.sbp != decision.outs[0]:  # it was computed in another layout: redistribute back into the input's memory
+        if x.sbp != decision.outs[0]:  # computed in another layout: redistributed into the input's memory
             layout = GlobalLayout(call.placement, decision.outs[0])
             back = redistribute_local(result, tuple(x.shape), layout, GlobalLayout(call.placement, x.sbp))
             x._local_tensor.copy_(back)

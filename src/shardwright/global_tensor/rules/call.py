@@ -170,13 +170,13 @@ def decide(
 ) -> ShardingDecision:
     """Returns how to shard an operator: for each axis, the choice that moves the fewest elements of the inputs.
 
-    A choice says how each input and output is sharded along the axis. The candidates are ``ways`` and broadcasting all
-    tensors; among equals, the latter is preferred, then the first of ``ways``. ``run`` is called in place of the
-    operator. With ``in_place`` the first input is written to, so choices that keep its layout are the only candidates,
-    if there are any.
+    A choice says how each input and output is sharded along the axis. The candidates are ``ways``, and one that
+    broadcasts all tensors. Among equally cheap candidates the broadcast is preferred, and then the first of ``ways``.
+    ``run`` is called in place of the operator. With ``in_place`` the first input is written to: if some candidates keep
+    its layout, the others are left out.
     """
     num_outputs = max(len(call.outputs), 1)
-    ways = [(("B",) * len(call.tensors), ("B",) * num_outputs), *ways]  # always right: every member computes everything
+    ways = [(("B",) * len(call.tensors), ("B",) * num_outputs), *ways]  # every member computes all
     chosen: list[Way] = []
     for axis, size in enumerate(call.placement.shape):
         now = [to_letter(x.sbp[axis]) for x in call.tensors]
@@ -194,7 +194,7 @@ def _cost(call: OperatorCall, size: int, now: Sequence[Letter], way: Way) -> flo
     for x, before, after in zip(call.tensors, now, way[0], strict=True):
         if before == after or before == "B":
             continue
-        cost += 1e-6  # breaks ties, also of empty tensors, for a way that redistributes nothing
+        cost += 1e-6  # breaks ties for a way that redistributes nothing, also with empty tensors
         share = (size - 1) / size * x.numel()
         cost += {"P": 2.0 if after == "B" else 1.0}.get(str(before), 1.0 if after == "B" else 1.0 / size) * share
         if after == "P":
@@ -205,9 +205,9 @@ def _cost(call: OperatorCall, size: int, now: Sequence[Letter], way: Way) -> flo
 def empty_results(call: OperatorCall, decision: ShardingDecision) -> Any:
     """Returns empty or zero local results if this rank need not run the operator, and None if it must run it.
 
-    A rank outside the placement need not. Nor need a rank with an empty slice of an input, since not every operator
-    takes empty tensors; but it must run the operator if ``decision.run`` calls collectives, or if its slice of an
-    output has elements, unless these are the zeros of a partial sum.
+    A rank outside the placement need not run it. Nor need a rank with an empty slice of an input, since not every
+    operator takes empty tensors, with two exceptions: it must run the operator if ``decision.run`` calls collectives,
+    and if its slice of an output has elements that are not just the zeros of a partial sum.
     """
     if current_world().rank not in call.placement:
         return _zero_results(call, decision)
@@ -216,7 +216,7 @@ def empty_results(call: OperatorCall, decision: ShardingDecision) -> Any:
         for x, sbp in zip(call.tensors, decision.ins, strict=True)
     ):  # fmt: skip
         return None
-    # an output with elements must still be computed, unless it is a term whose inputs here are empty: that is zero
+    # an output with elements must still be computed, unless it is a term of a sum: without inputs the term is zero
     terms_given = any(one.is_partial() for sbp in decision.ins for one in sbp)
     for number, meta in enumerate(call.outputs):
         is_term = not terms_given and any(one.is_partial() for one in decision.outs[number])
@@ -250,9 +250,9 @@ _TRIED: set[Any] = set()
 def try_out(call: OperatorCall) -> None:
     """Runs an operator on tensors of ones, so that a rank with nothing to compute raises the same errors as others.
 
-    These are errors of shapes and dtypes. The inputs have the global shapes; integers are zeros instead if ones are no
-    valid indices. Equal calls are tried once. A call without a rule, or with more than 2**20 elements in all, is not
-    tried.
+    It is for errors of shapes and dtypes. The ones have the global shapes of the inputs; integers are zeros if ones are
+    not valid, for example as indices. Equal calls are tried once. A call without a rule, or with more than 2**20
+    elements in all, is not tried.
     """
     num = sum(x.numel() for x in (*call.tensors, *call.outputs) if x is not None)
     if call.key is None or call.key in _TRIED or num > _MOST_ELEMENTS_TRIED:

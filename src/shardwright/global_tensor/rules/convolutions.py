@@ -68,7 +68,7 @@ def _resize(call: OperatorCall) -> ShardingDecision:
 
     def run(call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if call.name.endswith("_backward"):
-            # the argument is the size of the forward's input, here this rank's part of it
+            # the argument ``input_size`` becomes the size of this rank's part of the forward's input
             args = call.with_arg("input_size", list(decision.local_shape_of(call)), args)
         return call.func(*args, **kwargs)
 

@@ -56,7 +56,7 @@ def _reduction(call: OperatorCall) -> ShardingDecision:
 def _sum(call: OperatorCall) -> ShardingDecision:
     along, removed = _reduced_dims(call)
     ways = [*_other_dims(call, along, removed=removed), *(((dim,), ("P",)) for dim in along)]
-    # nansum is not linear: a term that is nan makes the sum nan, and must not be left out
+    # sum is linear, but nansum is not: in a partial sum, it would leave out a term that is nan
     if call.name == "sum" and call.tensors[0].dtype == call.output.dtype:
         ways.append(PARTIAL)
     return decide(call, ways)
@@ -86,7 +86,7 @@ def _run_mean(call: OperatorCall, decision: ShardingDecision, args: tuple[Any, .
 def _along(name: str = "dim", *, is_linear: bool = False) -> Callable[[OperatorCall], ShardingDecision]:
     def rule(call: OperatorCall) -> ShardingDecision:
         ways = _other_dims(call, _named(call, name))
-        # in a narrower dtype each term would be rounded alone, and the terms would not add up to the rounded sum
+        # in a narrower dtype each term would be rounded singly, and rounded terms do not add up to the rounded sum
         if is_linear and holds(call.output.dtype, call.tensors[0].dtype):
             ways.append(PARTIAL)
         return decide(call, ways)

@@ -62,15 +62,15 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _single_arguments(
-    plain: str, given: dict[str, Any], func: Any, number: int
+    plain: str, arguments: dict[str, Any], func: Any, number: int
 ) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
     """Returns the arguments of the operator on single tensors, from the entries ``number`` of the lists."""
     positional: list[Any] = []
     named: dict[str, Any] = {}
     for argument in func._schema.arguments:
-        if argument.name not in given:
+        if argument.name not in arguments:
             continue
-        value = given[argument.name]
+        value = arguments[argument.name]
         value = value[number] if isinstance(value, (list, tuple)) else value
         if plain in ("addcmul", "addcdiv") and argument.name in ("value", "scalars"):
             named["value"] = value

@@ -32,7 +32,7 @@ def _nll(call: OperatorCall) -> ShardingDecision:
         outs = (own, "P") if reduction == NONE else ("P", "P")
         ways.append((call.letters(self=dim, target=own), outs))
     decision = decide(call, ways, _run_nll)
-    # the members' weights are summed inside the loss, so even a member without samples takes part
+    # for a mean the loss all-reduces the weights, so even a member without samples takes part
     decision.communicates = reduction == MEAN
     if reduction in (MEAN, NONE):
         decision.outs[1] = (broadcast,) * call.placement.ndim

@@ -42,7 +42,7 @@ def _group_norm_backward(call: OperatorCall) -> ShardingDecision:
 def _run_group_norm(
     call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    # the number of samples is an argument, too: it becomes that of the local ones
+    # the argument N, the number of samples, becomes that of this rank's samples
     samples = next(x for x in args if isinstance(x, Tensor)).shape[0]
     return call.func(*call.with_arg("N", samples, args), **kwargs)
 

@@ -105,9 +105,9 @@ def _linear_ways(call: OperatorCall) -> list[Way]:
 
 
 def _keeps_terms(call: OperatorCall, way: Way) -> bool:
-    """Whether the output's dtype holds the terms exactly.
+    """Whether the output's dtype is wide enough for the terms of a partial sum.
 
-    Terms that are rounded singly do not add up to the rounded sum.
+    If each term were rounded singly, the terms would not add up to the rounded sum.
     """
     terms = [x for x, letter in zip(call.tensors, way[0], strict=True) if letter == "P"]
     return all(holds(call.output.dtype, x.dtype) for x in terms)
@@ -116,8 +116,8 @@ def _keeps_terms(call: OperatorCall, way: Way) -> bool:
 def _scaled(call: OperatorCall, base: str) -> list[Way]:
     """Returns the ways that multiply or divide a partial sum term by term.
 
-    There is none if a term of zero could become nan: with an infinite factor, with a zero divisor, and with a tensor as
-    the divisor, whose values the rule does not read.
+    There is no way if a term of zero could become nan: with an infinite factor, with a divisor of zero, or with a
+    tensor as the divisor, since the rule does not read its values.
     """
     if len(call.tensors) == 2 and call.tensors[0] is call.tensors[1]:
         return []

@@ -38,7 +38,7 @@ def _added_product(ways: list[Way]) -> Callable[[OperatorCall], ShardingDecision
                 if isfinite(call.arg("alpha")) and isfinite(call.arg("beta")):
                     added_ways.append((("P", *ins), (out,)))
                 continue
-            at = int(out) - (len(shape) - len(added))  # the first tensor's dims are aligned at the last one
+            at = int(out) - (len(shape) - len(added))  # dims are aligned from the last one on
             added_ways.append(((at if at >= 0 and added[at] == shape[int(out)] else "B", *ins), (out,)))
         return decide(call, added_ways)
 

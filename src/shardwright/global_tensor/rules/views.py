@@ -30,7 +30,8 @@ def _reshape(call: OperatorCall) -> ShardingDecision:
     ins, outs = list(sbp), list(sbp)
     for dim in {one.dim for one in sbp if isinstance(one, Shard)}:
         axes = [i for i, one in enumerate(sbp) if isinstance(one, Shard) and one.dim == dim]
-        while axes:  # gathers along the fastest axis, then the next, until the remaining slices survive the reshape
+        # gathers along the fastest axis, then along the next, until the slices that remain are slices of the output too
+        while axes:
             new_dim = _same_slices(call, before, after, dim, axes)
             if new_dim is not None:
                 outs = [split(new_dim) if axis in axes else one for axis, one in enumerate(outs)]
@@ -78,7 +79,7 @@ def _can_view(local: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _renamed(call: OperatorCall, new: Callable[[int], int | None], run: RunOperator | None = None) -> ShardingDecision:
-    """Returns the decision of an operator by which dim ``d`` becomes ``new(d)``, None if it cannot stay split."""
+    """Returns the decision of an operator that moves dim ``d`` to ``new(d)``: None if the dim must be whole."""
     ways: list[Way] = [((dim,), (to,)) for dim in range(len(call.shapes[0])) if (to := new(dim)) is not None]
     ways = [(ins, outs * max(len(call.outputs), 1)) for ins, outs in [*ways, PARTIAL]]
     return decide(call, ways, run)
@@ -156,7 +157,7 @@ def _diag_embed(call: OperatorCall) -> ShardingDecision:
 
 
 def _complex(call: OperatorCall) -> ShardingDecision:
-    # view_as_complex makes one number of the two in the last dim
+    # view_as_complex joins the two numbers in the last dim to one
     gone = len(call.shapes[0]) - 1 if call.name == "view_as_complex" else None
     return _renamed(call, lambda dim: None if dim == gone else dim)
 

@@ -1,4 +1,4 @@
-"""Balances pipeline stages: which shares of the work and of the parameters a cut gives them, and how it is evened.
+"""Balances pipeline stages: computes the share of work and of parameters that each stage gets, and evens a cut.
 
 A stage's share is what it has of all work, or of all parameter bytes, times the number of stages: 1.0 is even. A
 parameter that calls on several stages use, such as a tied table, counts on each of them, since each holds it.
@@ -123,9 +123,10 @@ class StageShares:
         A shared parameter counts only where it is first used, so a stage may hold more.
         """
         limits = ((self.work_before, most_work), (self.held_before, most_held))
-        # by the number of calls in front: where the calls behind begin, as early as can be, and all bounds so far
+        # For each end of the front chunks (a call's number): the earliest possible start of the back chunks, then the
+        # bounds of the front chunks and of the back chunks so far.
         choices: dict[int, tuple[int, Bounds, Bounds]] = {0: (self.num_calls, (0,), (self.num_calls,))}
-        for num_left in range(2 * self.num_stages - 2, -1, -2):  # the chunks of the stages that follow
+        for num_left in range(2 * self.num_stages - 2, -1, -2):  # the chunks that later stages get
             next_choices: dict[int, tuple[int, Bounds, Bounds]] = {}
             for start, (stop, fronts, backs) in choices.items():
                 for first in range(start + 1, stop - num_left):
@@ -150,11 +151,11 @@ def _has_between(calls: Sequence[int], first: int, stop: int) -> bool:
 def evened(cuts: Sequence[Sequence[int]], shares: StageShares, sent: Sequence[int]) -> list[int]:
     """Returns the first of some cuts if its stages are even, or else the best that is found by moving boundaries.
 
-    Each cut is given, and returned, as the starts of its chunks. Of cuts whose shares (1.0 is even) are at most
-    ``UNEVEN`` the search prefers few bytes between chunks; ``sent`` has the bytes that cross in front of each call and
-    behind the last. Where no cut is found that is so even, work is made so even, or as even as it can be, and then the
-    parameters. The search begins at each of the given cuts and moves one boundary or two at a time, so it may miss the
-    best.
+    Each cut is given, and returned, as the starts of its chunks. Shares count as even up to ``UNEVEN`` (1.0 is exactly
+    even). Of the cuts with even stages, the search prefers the one that sends the fewest bytes between chunks; ``sent``
+    has the bytes that cross in front of each call and behind the last. If the search finds no even cut, it first makes
+    the work even, or as even as possible, and then the parameters. It begins at each of the given cuts and moves one
+    boundary or two at a time, so it may miss the best cut.
 
     >>> shares = StageShares([4, 1, 1, 1, 1, 4], [()] * 6, {}, (0, 1, 1, 0))
     >>> evened([[0, 1, 3, 4]], shares, [0, 1, 1, 1, 1, 1, 0])  # chunks of 4, 2, 1 and 5: stages of 9 and 3

@@ -170,16 +170,17 @@ def _to_open(
 
 
 def _read_opened(
-    model: nn.Module, opened: set[str], names: set[str], given: Collection[str], whole: Collection[str]
+    model: nn.Module, opened: set[str], names: set[str], arguments: Collection[str], whole: Collection[str]
 ) -> fx.Graph | None:
     """Returns the graph of a model with the modules ``names`` opened too; None if their code cannot be followed.
 
-    It is None too if one of ``names`` is in ``opened`` already: it has stayed one call, as a module with a hook does.
+    The result is also None if one of ``names`` is in ``opened`` already: opening that module had no effect (it stayed
+    one call, as a module with a hook does), so opening it again would have none.
     """
     if not opened.isdisjoint(names):
         return None
     try:
-        return read_graph(model, opened | names, given, whole)
+        return read_graph(model, opened | names, arguments, whole)
     except LayoutError:
         return None
 
@@ -211,7 +212,7 @@ def _evenly(
             uses[bisect_right(places, call) - 1].add(name)
     shares = StageShares([run.work for run in runs], uses, sizes, stage_of)
     starts = _balance(runs, len(stage_of))
-    if shares.num_stages < len(stage_of):  # what counts is the sum of a stage's chunks
+    if shares.num_stages < len(stage_of):  # a stage's load is the sum of its chunks
         starts = evened([starts], shares, [0] * (len(runs) + 1))
     return shares.unevenness((*starts, len(runs))), [places[run] for run in starts]
 
@@ -236,7 +237,7 @@ def _balance(costs: Sequence[Cost], num_chunks: int) -> list[int]:
     """Returns the call at which each chunk begins: the slowest chunk is fastest, then the largest chunk smallest."""
     works = [cost.work for cost in costs]
     least, _ = partition(works, num_chunks, works, float("inf"))
-    num_bytes = [cost.parameter_bytes * 4 + cost.activation_bytes for cost in costs]  # with gradient, optimizer state
+    num_bytes = [cost.parameter_bytes * 4 + cost.activation_bytes for cost in costs]  # weights, gradients, 2 states
     return partition(num_bytes, num_chunks, works, least * (1 + 1e-9))[1]
 
 
@@ -291,8 +292,9 @@ def _stages(
 def _check_draws(model: nn.Module, path: str, chunks: Collection[int]) -> None:
     """Raises UnknownCodeError if several chunks call a module that calls one dropout more than once, or never.
 
-    Masks are numbered over all calls of a dropout. A chunk counts how often earlier chunks call the shared module, and
-    that is the dropout's number only if each call of the module is one call of the dropout.
+    A dropout's masks are numbered over all calls of the dropout. A chunk only knows how often earlier chunks have
+    called the shared module. That number tells how often its dropout was called only if each call of the module makes
+    exactly one call of the dropout.
     """
     module = model.get_submodule(path)
     drops = [name for name, layer in module.named_modules() if name and isinstance(layer, DROPOUTS) and layer.p > 0]

@@ -36,11 +36,11 @@ MOST_OF_ONE = 0.75
 def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -> Stages | EventStages:
     """Returns the job's model cut into ``num_chunks`` chunks: by its traced code, or by a record of its forward.
 
-    The forward is recorded on the job's example. The record is cut if tensor parallelism runs the model on shards. If
-    the job has an example and the layout no axis but ``pp`` and ``dp``, it is also cut if the code cannot be traced or
-    its output is a dict, and if code that cannot be traced leaves over three quarters of the work in one chunk and the
-    record leaves less. ``asked`` are keyword arguments for ``cut`` and ``cut_events``, such as the ``names`` of modules
-    to begin chunks at.
+    The record, made on the job's example, is cut if tensor parallelism runs the model on shards. It is also cut, if the
+    job has an example and the layout no axis but ``pp`` and ``dp``, in three cases: the code cannot be traced; the
+    output is a dict; or modules that cannot be traced leave over three quarters of the work in one chunk, and a cut of
+    the record leaves less in its largest chunk. ``asked`` are keyword arguments for ``cut`` and ``cut_events``, such as
+    the ``names`` of modules to begin chunks at.
 
     Raises: LayoutError, PlanError: the model cannot be cut. The error is an UnknownCodeError where planning
         again with ``job.recorded`` set may help.
@@ -78,7 +78,7 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
         failure = error
     except LayoutError:
         raise
-    except Exception as error:  # of the user's own code, on other values than it makes itself: it was followed wrongly
+    except Exception as error:  # the traced calls gave the user's code wrong values: the trace is wrong
         why = f"{type(error).__name__}: {first_line(error)}{line_of(error)}"
         failure = not_followed(job.model, why, has_example=job.example is not None)
         failure.__cause__ = error
@@ -93,7 +93,7 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
             if traced is None or traced.gives_dict or _most_work(recorded) < _most_work(traced):
                 return recorded
     if failure is not None:
-        if job.recorded and job.example is not None:  # neither way is open: a record may say what is in its way
+        if job.recorded and job.example is not None:  # recording may raise an error that says more
             with suppress(TypeError):
                 by_record()
         raise failure
@@ -111,7 +111,8 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
 def _check_writes(job: Job, stages: EventStages) -> None:
     """Raises LayoutError if code between the modules that stages run writes to a parameter.
 
-    A stage leaves the forward once its last module has run, and has ghosts in place of other stages' parameters.
+    Stages would not all make this write: a stage leaves the forward once its last module has run, and it has ghosts
+    (meta tensors) in place of other stages' parameters.
     """
     written = {} if job.graph is None else job.graph.written_parameters()
     for name, path in written.items():
@@ -131,11 +132,11 @@ def _keeps_between_stages(stages: Stages, graph: ModelGraph) -> str:
         if site is not None:
             chunks[site.module].add(stages.chunked.chunk_of.get(site))
     several = {path for path, of in chunks.items() if len(of) > 1}
-    if not several:  # then no record is needed
+    if not several:  # so there is nothing to look up in a record
         return ""
     try:
         keeping = {path for path, _ in graph.run.recording.set_attributes}
-    except Exception:  # of the user's own code: it cannot be recorded
+    except Exception:  # the user's forward cannot be recorded
         return ""
     return min(several & keeping, default="")
 

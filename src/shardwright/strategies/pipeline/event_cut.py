@@ -87,7 +87,7 @@ def cut_events(
     """
     hooked = {path for path, module in model.named_modules() if path and has_hooks(module)}
     closed = {*closed, *(path for path in hooked if has_backward_hooks(model.get_submodule(path)))}
-    closed |= {path for path, _ in derived_batch_norms(model)}  # its statistics are taken around its own code
+    closed |= {path for path, _ in derived_batch_norms(model)}  # a subclass's own forward runs whole, under a mode
     registered = {id(module) for module in model.modules()}
     holding = {path for path, module in model.named_modules() if path and _holds_own_parameters(module, registered)}
     closed |= holding
@@ -101,8 +101,8 @@ def cut_events(
         )
     if "" in record.selecting:
         raise _decides_by_state(model)
-    closed |= record.selecting  # only the stage that runs it knows what it selects
-    closed |= record.checkpointed | record.own_backward  # a backward runs their code, or code of theirs, as a whole
+    closed |= record.selecting  # other stages do not have the values that it reads
+    closed |= record.checkpointed | record.own_backward  # the backward runs such code in one piece
     if "" in closed:
         raise _own_backward(model)
     if "" in record.writing:
@@ -112,9 +112,10 @@ def cut_events(
             allowed="such code in a module inside, as a block",
             fix="move the buffer and the code that changes it into a module of its own",
         )
-    closed |= record.writing  # only the stage that runs it has what it writes
+    closed |= record.writing  # other stages would not have what it writes
     cut = partial(_cut, model, stage_of or range(num_chunks), record, inputs, names, seconds)
-    # in a module that is cut inside, forward hooks get ghosts of what a stage lacks: only where nothing else is even
+    # If a module with forward hooks is cut inside, its hooks get ghosts (meta tensors) in place of values that a stage
+    # lacks. So such modules are cut inside only if no other cut is even.
     ways = dict.fromkeys([frozenset(closed | hooked), frozenset(closed)])
     best: tuple[float, EventStages, Collection[str]] | None = None
     failures: list[LayoutError] = []
@@ -136,9 +137,9 @@ def cut_events(
 def _holds_own_parameters(module: nn.Module, registered: Collection[int]) -> bool:
     """Returns whether a module has parameters of its own in a plain attribute too, such as a dict.
 
-    On a stage that lacks them, code of the module that runs between others would find tensors without elements there.
-    ``registered`` are the ids of the model's modules. Recurrent layers of torch, which keep a list of their weights,
-    run whole on one stage, and count as none.
+    Every stage runs the module's code between calls. On a stage that lacks the parameters, this code would find tensors
+    without elements in the plain attribute. ``registered`` are the ids of the model's modules. The answer is False for
+    recurrent layers of torch: they keep a list of their weights, but run whole on one stage.
     """
     if isinstance(module, nn.RNNBase):
         return False
@@ -151,10 +152,10 @@ def _cut(
     model: nn.Module, stage_of: Sequence[int], record: ForwardRecord, inputs: Any, names: Sequence[str],
     seconds: Mapping[str, float] | None, closed: Collection[str], finest: float,
 ) -> tuple[float, EventStages]:  # fmt: skip
-    """Returns a cut of the recorded forward, and how uneven it is: 1.25 if one stage has 1.25 times an even share.
+    """Returns how uneven a cut of the recorded forward is, and the cut: 1.25 if a stage has 1.25 times an even share.
 
-    It is the share of the work or of the parameters, whichever is less even. If the model cannot be cut, it raises
-    LayoutError.
+    The share is that of the work or of the parameters, whichever is less even. If the model cannot be cut, the function
+    raises LayoutError.
     """
     num_chunks, before = len(stage_of), _settings(model)
     escaped: set[str] = set()
@@ -167,10 +168,10 @@ def _cut(
             module = model.get_submodule(path)
             if path in escaped or has_backward_hooks(module) or next(module.children(), None) is None:
                 raise _escapes(path)
-        # what a unit decides by its inputs, other stages must decide too
+        # a unit whose code decides by its inputs is opened, so that every stage runs this code and decides alike
         deciding = {cut_record.events[number].name for number in cut_record.deciding} - escaped - {*closed}
         deciding = {path for path in deciding if not is_layer_of_torch(model.get_submodule(path))}
-        # what one call of a unit leaves in the module for another one, that one needs on its own stage
+        # a unit that keeps state from one call for the next is opened: the next call may be on another stage
         called = [path for path in sorted(units - escaped - {*closed}) if len(cut_record.calls[path]) > 1]
         keeping = modules_keeping_state(model, inputs, called)
         for path, counter in keeping.items():
@@ -210,8 +211,9 @@ def _cut(
 def _recorded(model: nn.Module, inputs: Any, units: Collection[str], values: Any = None) -> tuple[ForwardRecord, Any]:
     """Returns the record of a forward, and the inputs that it ran on: ``inputs``, or ``values`` if it reads values.
 
-    If ``values`` is None or does not suffice, the inputs are ones. If code may skip calls by random numbers, the record
-    that skips the fewest is returned. If the forward cannot be recorded, it raises LayoutError.
+    If the forward reads values, but ``values`` is None or the forward cannot be recorded on them, it runs on ones. If
+    code may skip calls by random numbers, the forward is also recorded with the smallest and with the largest numbers,
+    and the record that skips the fewest calls is returned. If the forward cannot be recorded, it raises LayoutError.
     """
     try:
         try:
@@ -310,9 +312,9 @@ def _closed_again(
     """Returns the same cut of fewer events: a module is one event again if each of its calls lies in one chunk.
 
     Other stages then make one ghost (a meta tensor) for the result of the module, and its own stage compares one event.
-    ``whole`` is the record in which every module is opened. A module stays open that depends on the inputs alone, that
-    contains one of the modules ``hooked``, on which the user has put hooks, since these run on ghosts, or whose code
-    decides by inputs or keeps a tensor for code outside of it.
+    ``whole`` is the record in which every module is opened. A module stays open in four cases: it depends on the inputs
+    alone; it contains one of the modules ``hooked``, whose hooks of the user run on ghosts too; its code decides by its
+    inputs; or its code keeps a tensor for code outside of it.
     """
     model, fine = stages.model, stages.chunked
     spans = [scope for scope in fine.record.scopes if scope.path in stages.opened]
@@ -349,7 +351,7 @@ def _start_of(fine: EventsChunked, start: int, units: Collection[str]) -> CallSi
         return _site(record, start)
     path = record.scopes[number].path
     before = sum(scope.path == path for scope in record.scopes[:number])
-    calls = [call for call, unit in enumerate(record.calls[path]) if unit is None]  # others are made inside of units
+    calls = [call for call, unit in enumerate(record.calls[path]) if unit is None]  # not calls inside other units
     return CallSite(path, calls[before])
 
 
@@ -364,7 +366,7 @@ def _shapes_sent(chunked: EventsChunked) -> list[Any]:
 
 
 def _uses(model: nn.Module, record: ForwardRecord) -> tuple[dict[str, int], list[frozenset[str]]]:
-    """Returns the bytes of each parameter by its name, and the names of those that each event uses."""
+    """Returns the bytes of each parameter, by name, and for each event the names of the parameters that it uses."""
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     inside = weights_by_module(model)
     uses = [e.reads if e.number is None else e.reads.union(inside.get(e.name, ())) for e in record.events]
@@ -424,7 +426,8 @@ def _balanced(
 ) -> list[int]:  # fmt: skip
     """Returns the events at which chunks begin, so that work and memory are even and few bytes are sent between chunks.
 
-    If values that modules exchange in hidden ways leave too few places, it raises LayoutError.
+    No chunk begins between two events that exchange a value in a hidden way (``ForwardRecord.together``). If too few
+    places are left for the chunks, the function raises LayoutError.
     """
     inner = [site for site in sites[1:] if not any(a < site <= b for a, b in record.together)]
     places, bytes_at, num_chunks = [0, *inner, len(record.events)], _crossing_bytes(record), len(stage_of)
@@ -445,7 +448,7 @@ def _balanced(
     @cache
     def loads(first: int, stop: int) -> tuple[float, float]:
         work, held = shares.of_run(first, stop)
-        # memory counts where it is more uneven than work by what show names a stage for
+        # memory counts only where its share is more than UNEVEN times the share of the work
         return work / shares.num_stages, held / shares.num_stages / UNEVEN
 
     def best(price: Callable[[float, float, int], CutCost]) -> tuple[CutCost, list[int]]:
@@ -460,8 +463,8 @@ def _balanced(
         most_work = UNEVEN / num_chunks
         least_held = held_within(most_work)
     most_held = max(least_held * (1 + 1e-9), 1 / num_chunks)
-    if most_work * num_chunks > UNEVEN:  # as where every stage runs a part of one loop, and so holds its weights
-        loose = most_held * UNEVEN  # little less memory is not worth stages of uneven work
+    if most_work * num_chunks > UNEVEN:  # e.g. if all stages hold a loop's weights
+        loose = most_held * UNEVEN  # a small gain in memory is not worth uneven work
         least_work = best(lambda work, held, _: (0.0 if held <= loose else float("inf"), work))[0][1]
         most_work = min(most_work, max(least_work * SLACK, UNEVEN / num_chunks))
         most_held = max(held_within(most_work) * (1 + 1e-9), 1 / num_chunks)
@@ -471,21 +474,22 @@ def _balanced(
         return (float(sent[first]) if fits else float("inf")), max(work, held)
 
     starts = best(sent_bytes)[1]
-    if shares.num_stages < num_chunks:  # what counts is the sum of a stage's chunks
+    if shares.num_stages < num_chunks:  # a stage's load is the sum of its chunks
         starts = evened([starts, *(best(lambda *load, n=n: (0.0, load[n]))[1] for n in (0, 1))], shares, sent)
     return [places[at] for at in starts]
 
 
 def _best(num: int, num_chunks: int, price: Callable[[int, int], CutCost]) -> tuple[CutCost, list[int]]:
-    """Cuts ``num`` items into non-empty runs so that ``price`` is least; returns that price and the starts.
+    """Cuts ``num`` items into ``num_chunks`` non-empty runs at the least price; returns that price and the starts.
 
-    The first numbers of the runs' prices are added up, and of the second numbers the largest counts.
+    ``price(first, stop)`` is the price of one run: two numbers. The price of a cut is the sum of the runs' first
+    numbers and the largest of their second numbers.
     """
     worst = float("inf"), float("inf")
     best: list[tuple[CutCost, list[int]]] = [(price(0, stop) if stop else worst, [0]) for stop in range(num + 1)]
     for chunk in range(1, num_chunks):
         row: list[tuple[CutCost, list[int]]] = [(worst, [])] * (num + 1)
-        for stop in range(chunk + 1, num + 1) if chunk + 1 < num_chunks else [num]:  # the last run ends with the items
+        for stop in range(chunk + 1, num + 1) if chunk + 1 < num_chunks else [num]:  # the last run takes all the rest
             options = []
             for at in range(chunk, stop):
                 (added, largest), (more, size) = best[at][0], price(at, stop)
@@ -497,7 +501,10 @@ def _best(num: int, num_chunks: int, price: Callable[[int, int], CutCost]) -> tu
 
 
 def _crossing_bytes(record: ForwardRecord) -> list[int]:
-    """Returns, for each event, the bytes of the values made before it that it or a later one takes."""
+    """Returns, for each event, the bytes of the earlier events' values that this event or a later one takes.
+
+    One more entry, the last, is for a cut behind all events: the bytes of the values that the forward returns.
+    """
     last_use = {value: number for number, event in enumerate(record.events) for value in event.takes}
     last_use |= dict.fromkeys(record.outputs, len(record.events))
     change = [0] * (len(record.events) + 2)

@@ -98,7 +98,7 @@ class GhostMode(TorchFunctionMode):
         Raises: PlanError: the forward makes other calls than the recorded one, or code between modules reads a value
             that another stage computes.
         """
-        if self._chunked.record.writes_inputs:  # which other chunks of this stage read too
+        if self._chunked.record.writes_inputs:  # this stage's other chunks read the inputs too
             inputs = cloned(inputs)
         callers: dict[nn.Module, Callable[..., Any]] = {module: module.forward for module in opened}
         callers.update((module, self._caller(path, module)) for module, path in units.items())
@@ -139,26 +139,26 @@ class GhostMode(TorchFunctionMode):
             return self._look(func, name, args, named, tensors)
         return self._event(event, takes, tensors, func, args, named)
 
-    def _takes(self, given: Sequence[Tensor]) -> tuple[Any, ...]:
-        return tuple([value_name(tensor) or self._names.of(tensor) for tensor in given])
+    def _takes(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        return tuple([value_name(tensor) or self._names.of(tensor) for tensor in tensors])
 
-    def _look(self, func: Any, name: str, args: Any, named: Any, given: Sequence[Tensor]) -> Any:
+    def _look(self, func: Any, name: str, args: Any, named: Any, tensors: Sequence[Tensor]) -> Any:
         """Runs a function that makes no tensor, such as one that reads a tensor's size.
 
         Raises PlanError if it reads a value that another stage computes, or makes or changes a tensor after all.
         """
-        if func == DEVICE and given[0].is_meta:
+        if func == DEVICE and tensors[0].is_meta:
             return self._device
-        if func is Tensor.type and given[0].is_meta:
-            return torch.empty(0, dtype=given[0].dtype, device=self._device).type()
-        versions = [tensor._version for tensor in given]
+        if func is Tensor.type and tensors[0].is_meta:
+            return torch.empty(0, dtype=tensors[0].dtype, device=self._device).type()
+        versions = [tensor._version for tensor in tensors]
         try:
             result = func(*args, **named)
         except (RuntimeError, NotImplementedError) as failure:
-            if not any(tensor.is_meta for tensor in given):
+            if not any(tensor.is_meta for tensor in tensors):
                 raise
             goes_on = answer_of_guard() if func in (Tensor.__bool__, Tensor.item) else None
-            if goes_on is not None:  # the stage that has the value answers it
+            if goes_on is not None:  # a check such as isnan().any(): the stage with the value makes it
                 return goes_on
             raise PlanError(
                 f"the code between modules reads a value that another stage computes: {name}",
@@ -166,7 +166,7 @@ class GhostMode(TorchFunctionMode):
                 allowed="code between modules whose calls do not depend on values",
                 fix="move what depends on values into a module of its own",
             ) from failure
-        if (tensors_of(result) and name != "grad.__get__") or versions != [tensor._version for tensor in given]:
+        if (tensors_of(result) and name != "grad.__get__") or versions != [tensor._version for tensor in tensors]:
             raise self._differs(f"a call of {name}")
         return result
 
@@ -194,10 +194,11 @@ class GhostMode(TorchFunctionMode):
         return call
 
     def _run_hooks(self, kind: str, path: str, module: nn.Module, args: Any, named: Any, *results: Any) -> None:
-        """Runs the user's own hooks on the ghosts (meta tensors) that a module takes and gives, as they may keep these.
+        """Runs the user's own hooks on the ghosts (meta tensors) that a module takes and returns.
 
-        ``kind`` is torch's name of the module's dict of hooks. Run are the hooks that the recorded model had, as this
-        model has them: a hook may keep what it is given on its own model.
+        Hooks run on every stage because they may keep values for later code. ``kind`` is torch's name of the module's
+        dict of hooks. Of this model's hooks those run that the recorded model had too, so hooks of strategies do not.
+        The copies on this model run, not those on the recorded one, since a hook may keep values on its own model.
         """
         recorded_hooks, own_hooks = (getattr(owner, kind) for owner in (self._plain[path], module))
         with_named = getattr(self._plain[path], f"{kind}_with_kwargs")
@@ -206,7 +207,7 @@ class GhostMode(TorchFunctionMode):
                 own_hooks.get(number, hook)(module, args, *([named] if number in with_named else []), *results)
 
     def _event(
-        self, event: ForwardEvent, takes: tuple[Any, ...], given: Sequence[Tensor], call: Any, args: Any, named: Any
+        self, event: ForwardEvent, takes: tuple[Any, ...], tensors: Sequence[Tensor], call: Any, args: Any, named: Any
     ) -> Any:
         if takes != event.takes:
             raise self._differs(f"{event} on values {takes} and not {event.takes}")
@@ -223,13 +224,13 @@ class GhostMode(TorchFunctionMode):
                 if selects and any(isinstance(spec, GhostSpec) for spec in event.results):
                     self._check_selected(event, call, args, named)
                 computed = self._lengths(event, call, args, named)
-                return self._ghosts(event, given, computed)
+                return self._ghosts(event, tensors, computed)
         self._before(number)
-        asked = given
+        asked = tensors
         if any(takes):
-            with below_functions():  # or what is asked of each tensor here would be a call of this mode
+            with below_functions():  # so that reading attributes of tensors here is no call in this mode
                 args, named = map_tensors((args, named), self._value)
-                given = [self._value(tensor) for tensor in given]
+                tensors = [self._value(tensor) for tensor in tensors]
         with self._popped():
             with self._natively():
                 if event.name in self._chunked.record.checkpointed and event.number is not None:
@@ -238,8 +239,8 @@ class GhostMode(TorchFunctionMode):
                     results = call(*args, **named)
             if event.raised is not None:
                 raise self._differs(f"{event}, which did not raise a {type(event.raised).__name__}")
-            results = self._marked(event, given, results)
-            for place, spec in event.written:  # the code holds the tensor that it had, and not what was received
+            results = self._marked(event, tensors, results)
+            for place, spec in event.written:  # the user's code holds the ghost, not the received tensor
                 tag_value(asked[place], spec.name)
         if self._at == self._stop and not self._is_last:
             raise ChunkStoppedError
@@ -259,7 +260,7 @@ class GhostMode(TorchFunctionMode):
         return _NativeContext() if _get_current_function_mode() is self else nullcontext()
 
     def _value(self, tensor: Tensor) -> Tensor:
-        """Returns the received tensor for a ghost, the meta tensor in its place, and any other tensor as it is.
+        """Returns the received tensor in place of a ghost (a meta tensor), and any other tensor unchanged.
 
         Raises PlanError for a ghost whose value was not received.
         """
@@ -269,25 +270,25 @@ class GhostMode(TorchFunctionMode):
             raise self._differs("a use of a value that was not received")
         return value
 
-    def _marked(self, event: ForwardEvent, given: Sequence[Tensor], results: Any) -> Any:
+    def _marked(self, event: ForwardEvent, tensors: Sequence[Tensor], results: Any) -> Any:
         """Tags an event's results with their value names, and adds those that other chunks take to ``made``.
 
         Raises PlanError if the results differ from those in the record.
         """
         leaves, tree = ([results], None) if type(results) is Tensor else tree_flatten(results)
-        written, overwritten = dict(enumerate(given)), {place for place, _ in event.written}
+        written, overwritten = dict(enumerate(tensors)), {place for place, _ in event.written}
         if len(leaves) != len(event.results):
             raise self._differs(f"{event} with {len(leaves)} results")
         for place, (leaf, spec) in enumerate(zip(leaves, event.results, strict=True)):
             if isinstance(spec, GhostSpec):
-                if any(leaf is tensor for tensor in given):  # the record's kernel has made a new tensor
+                if any(leaf is tensor for tensor in tensors):  # in the record the result was a new tensor
                     leaves[place] = leaf = leaf.view_as(leaf)
                 self._keep(leaf, spec)
             elif isinstance(spec, SharedOperand) and isinstance(leaf, Tensor):
-                name, operand = event.takes[spec.operand], given[spec.operand]
+                name, operand = event.takes[spec.operand], tensors[spec.operand]
                 if not (spec.operand in overwritten or _is_same(leaf, operand) or self._is_copy(event, name)):
                     raise self._differs(f"{event} with a result of its own, where an operand was returned")
-                tag_value(leaf, name if isinstance(name, tuple) else None)  # what was received has no mark
+                tag_value(leaf, name if isinstance(name, tuple) else None)  # a received tensor has no tag yet
                 written[spec.operand] = leaf  # a layer that writes in place on one device may not do so here
             elif repr(leaf) != repr(spec) and isinstance(leaf, bool | int | float | str | None):
                 raise self._differs(f"{event} with {leaf!r} and not {spec!r}")
@@ -309,9 +310,10 @@ class GhostMode(TorchFunctionMode):
             self.made[spec.name] = tensor
 
     def _lengths(self, event: ForwardEvent, call: Any, args: Any, named: Any) -> Sequence[Any]:
-        """Returns the results of a call of which each stage computes some (:class:`LengthResult`), else nothing.
+        """Returns the results of a call, if every stage computes some of them itself (:class:`LengthResult`), else ().
 
-        Raises PlanError if the others have other shapes than in the record, since the sequences have other lengths.
+        Raises PlanError if the rest of the results have other shapes than in the record: the sequences then have other
+        lengths.
         """
         if not any(isinstance(leaf, LengthResult) for leaf in event.results):
             return ()
@@ -323,7 +325,7 @@ class GhostMode(TorchFunctionMode):
                 allowed="lengths of inputs, or computed from inputs alone",
                 fix="move the code that packs, and computes the lengths, into a module of its own",
             )
-        # a feature is enough to see how many rows there are
+        # one number stands in for the features of each row, since lengths do not depend on them
         rows = torch.zeros((), device=self._device).expand(rows.shape[: 2 if event.name == PACK else 1])
         results = tree_leaves(call(rows, *args[1:], **named))
         spec, shape = event.results[0], tuple(results[0].shape)
@@ -331,17 +333,17 @@ class GhostMode(TorchFunctionMode):
             raise self._differs(f"a value of shape {shape} and not {spec.shape[: len(shape)]}")
         return results
 
-    def _ghosts(self, event: ForwardEvent, given: Sequence[Tensor], computed: Sequence[Any]) -> Any:
+    def _ghosts(self, event: ForwardEvent, tensors: Sequence[Tensor], computed: Sequence[Any]) -> Any:
         def result(leaf: Any) -> Any:
             if isinstance(leaf, LengthResult):
                 return computed[leaf.place]
             if isinstance(leaf, SharedOperand):
-                return given[leaf.operand]
+                return tensors[leaf.operand]
             return ghosts[leaf.name] if isinstance(leaf, GhostSpec) else leaf
 
         ghosts = {leaf.name: leaf.ghost() for leaf in event.results if isinstance(leaf, GhostSpec)}
         for place, spec in event.written:
-            tag_value(given[place], spec.name)
+            tag_value(tensors[place], spec.name)
         leaves = [result(leaf) for leaf in event.results]
         return leaves[0] if event.is_leaf else tree_unflatten(leaves, event.tree)
 
@@ -399,12 +401,12 @@ class _NativeContext:
 
 
 def _checkpointed(call: Callable[..., Any], args: Any, named: Any) -> Any:
-    """Calls a module under activation checkpointing, as the user's code asks for, with ghosts (meta tensors) allowed.
+    """Calls a module under activation checkpointing, as the user's code asks for, on received tensors.
 
-    The user's own checkpoint would run the module again on those. Its hooks on saved tensors see nothing of what is
-    saved here.
+    The user's own checkpoint, which is around this call, would run the module again on ghosts (meta tensors). The hooks
+    set here keep the hooks of that checkpoint from seeing the tensors that are saved.
     """
-    from torch.utils.checkpoint import checkpoint  # imported by the user's code: it brings torch's compiler
+    from torch.utils.checkpoint import checkpoint  # slow (torch's compiler), and the user's code has it
 
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
         return checkpoint(call, *args, use_reentrant=False, **named)

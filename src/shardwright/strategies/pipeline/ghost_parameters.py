@@ -17,8 +17,8 @@ class GhostParameters:
     """The parameters of a rank's model, with meta tensors in place of those that other pipeline stages hold.
 
     Code between modules runs on every stage, and finds all parameters here without a collective. A strategy such as
-    ZeRO-3 may all-gather a parameter when a module's attribute is read: only :meth:`fetch` reads it in this way, before
-    a call on this stage that needs it; the forward of a module reads its own.
+    ZeRO-3 may all-gather a parameter when it is read as a module's attribute. Two things still read parameters in this
+    way: :meth:`fetch`, before a call on this stage that needs them, and the forward of each module, for its own.
     """
 
     def __init__(self, model: nn.Module, stages: EventStages) -> None:

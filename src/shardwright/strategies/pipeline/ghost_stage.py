@@ -96,8 +96,8 @@ class GhostStage(PipelineStage[EventStages]):
     def crossing(self, planned: Sequence[Edge]) -> dict[str, Tensor]:
         """Returns meta tensors like the values that chunks sent each other for the first microbatch, by name.
 
-        The values that one chunk sent another have their names in ``planned`` if it lists as many for the two chunks,
-        else those in the record of the forward that ran.
+        For each pair of chunks the names come from ``planned`` if it lists as many values as were sent, else from the
+        record of the forward that ran.
         """
         by_name: dict[str, Tensor] = {}
         names = {edge[:2]: edge.values for edge in planned}
@@ -204,7 +204,8 @@ class GhostStage(PipelineStage[EventStages]):
         with self._calls(chunked, chunk) as fetched, places.standing_in(fetched), names.also(fetched):
             output = mode.run(self.model, self._units, places.opened, inputs)
             made = {name: tensor if name in learning else tensor.detach() for name, tensor in mode.made.items()}
-        # others are sent the output, but no cache beside it: its parts lie on all stages
+        # In inference the output is sent to other stages, without cache objects in it: of a cache each stage holds only
+        # the part of its own layers.
         if not torch.is_grad_enabled() and tensors_of(output):
             output = tree_map(lambda leaf: leaf if isinstance(leaf, (Tensor, *PLAIN)) else None, output)
         sent = {

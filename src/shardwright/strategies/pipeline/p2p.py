@@ -92,10 +92,10 @@ def _tensor_spec(tensor: Tensor) -> TensorSpec:
 
 
 def scattered(spec: ValueSpec, is_whole: Sequence[bool], axis: Axis | None) -> ValueSpec:
-    """Returns the spec of values of which the whole tensors are sent in parts, one by each rank of ``axis``.
+    """Returns a spec in which whole tensors are marked to be sent in parts, one part by each rank of ``axis``.
 
-    ``is_whole`` says of each tensor whether every rank of ``axis`` holds the same whole. A tensor of fewer elements
-    than there are ranks, and any tensor if ``axis`` is None, is not sent in parts.
+    ``is_whole`` says for each tensor whether every rank of ``axis`` holds the same whole tensor. A tensor is not sent
+    in parts if it has fewer elements than there are ranks, or if ``axis`` is None.
 
     >>> spec, _ = spec_of([torch.ones(4), torch.ones(1)], "chunk 0")
     >>> axis = Axis("tp", (0, 1), 0, channel=None)
@@ -367,7 +367,7 @@ class P2P:
         posted = self._posted.pop(message)
         for receive in posted:
             receive.pending.wait()
-        gathers = [self._gather(receive) for receive in posted]  # in one order on all ranks that hold the message alike
+        gathers = [self._gather(receive) for receive in posted]  # in the same order on all ranks of ``scatter``
         return [pending.wait() for pending in gathers]
 
     def _gather(self, received: _Receive) -> Pending[Tensor]:
@@ -392,8 +392,8 @@ class P2P:
 
 
 def _pack_spec(spec: ValueSpec) -> bytes:
-    """Returns a spec as bytes, in which its TreeSpec is a tree of the same shape with the numbers of the leaves."""
-    leaves = [list(leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in spec.leaves]  # no other leaf is a list
+    """Returns a spec as bytes; in place of its TreeSpec they have a tree of the same form, with numbers as leaves."""
+    leaves = [list(leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in spec.leaves]  # PLAIN has no list
     return pack(tree_unflatten(list(range(len(spec.leaves))), spec.spec), leaves)
 
 

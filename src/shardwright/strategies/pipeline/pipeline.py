@@ -148,12 +148,12 @@ class Pipeline:
         _check_module_state(job, plan, schedule, stages)
         chunks_of = chunks_by_parameter(stages.chunked)
         used = {name for chunk in range(stages.num_chunks) for name in stages.chunked.weights_of(chunk)}
-        # buffers that no chunk uses are on all stages, but those of modules that only other forwards call
+        # A buffer that no chunk uses is on all stages, unless it belongs to a module that only other forwards call.
         spare = set[str]()
         if isinstance(stages, EventStages):
             named = ((path, job.model.get_submodule(path).named_buffers()) for path in stages.uncalled)
             spare = {f"{path}.{name}" for path, buffers in named for name, _ in buffers}
-            spare -= stages.chunked.record.shared_buffers  # which code between modules reads, as by a method
+            spare -= stages.chunked.record.shared_buffers  # code between modules reads these, e.g. in a method
         chunks_of = {n: c for n, c in chunks_of.items() if n in plan.compute or n in used or n in spare}
         holders = {name: sorted({schedule.stage_of[at] for at in chunks}) for name, chunks in chunks_of.items()}
         compute, state, buffers = dict(plan.compute), dict(plan.state), dict(plan.buffers)
@@ -241,14 +241,15 @@ class Pipeline:
 def _in_one_piece(module: nn.Module, args: Any, output: Tensor) -> None:
     """Makes the gradient of a batch norm's output contiguous where the batch has one sample; a forward hook.
 
-    Torch's backward on the CPU takes some gradients of one sample, which are views, for contiguous ones. A stage
-    receives gradients as contiguous tensors, from which such views arise that do not arise on one device.
+    On the CPU torch's backward of a batch norm mistakes some gradients of one sample, which are strided views, for
+    contiguous tensors. On one device such views do not arise. On a stage they do, because it receives gradients as
+    contiguous tensors.
     """
     if output.requires_grad and output.shape[:1] == (1,):
         output.register_hook(_contiguous)
 
 
-def _contiguous(gradient: Tensor) -> Tensor:  # a function of this package, whose hooks on shards are allowed
+def _contiguous(gradient: Tensor) -> Tensor:  # in this package, so that ShardsMode allows it as a hook
     return gradient.contiguous()
 
 
@@ -320,7 +321,7 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
     names = tuple(named.value.split(",")) if named is not None and named.value else ()
     most = max(LEAST_MOST_STAGES, CALLS_OF_ONE * sum(1 for _ in job.model.modules()))
     per_stage = max((_num_chunks(option) or 1 for option in factor.options if option.name in SCHEDULES), default=1)
-    if factor.size * per_stage > most:  # before a schedule of a million stages or chunks is written
+    if factor.size * per_stage > most:  # checked before a schedule of a million chunks is built
         raise LayoutError(
             f"the model cannot be cut into {factor.size} stages" + f" of {per_stage} chunks each" * (per_stage > 1),
             given=f"{type(job.model).__name__}, of {most // CALLS_OF_ONE} modules at most",
@@ -330,10 +331,10 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
     by_device = named is None and bool(job.stages)
     if by_device:
         names = job.stages
-    # layers that tensor parallelism treats as one; on shards it treats none so
+    # tensor parallelism replaces the forwards of these modules as a whole; on shards it replaces none
     closed = set() if runs_on_shards(plan) else {path for path in (*plan.roles, *plan.notes) if path}
     draws = job.graph.draws if job.graph is not None else None
-    closed |= draws.selecting if draws is not None else set()  # their own forwards follow the rows that they select
+    closed |= draws.selecting if draws is not None else set()  # wrapped whole, to follow the rows that they select
 
     def cut_into(num_chunks: int, stage_of: Sequence[int] = ()) -> Stages | EventStages:
         if by_device and num_chunks != len(names):
@@ -343,7 +344,7 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
                 allowed=f"{len(names)} chunks, one for each, or stages that are named by hand",
                 fix=f"write pp{len(names)}, or cut: and the names, or leave the model on one device",
             )
-        job.model.train()  # on a copy of the model: modules that are called in training alone need a stage too
+        job.model.train()  # a copy of the user's model; modules that only training calls need a stage too
         asked = {"names": names, "seconds": job.seconds, "closed": closed, "stage_of": stage_of}
         return cut_model(job, plan, num_chunks, asked)
 

@@ -29,15 +29,16 @@ class Rounds(NamedTuple):
     what: Numbers
     """The kind of each action and its chunk: ``KINDS.index(kind) * num_chunks + chunk``."""
     waits: tuple[tuple[slice, Numbers], ...]
-    """For each round its actions, and the actions that they wait for: in the first row those whose results they need,
-    in the second those before them on their stages. The number of all actions stands for none."""
+    """For each round its actions, and the indices of the actions that they wait for: in the first row those whose
+    results they need, in the second those before them on their stages. An index equal to the number of actions means
+    that there is nothing to wait for."""
 
 
 @lru_cache(maxsize=32)
 def rounds_of(schedule: Schedule) -> Rounds:
-    """Returns the rounds of a schedule: each action is in the earliest round behind those of the actions it waits for.
+    """Returns the rounds of a schedule: each action is in the round right after the last action that it waits for.
 
-    It waits for the one before it on its stage, and for the one whose result it needs.
+    An action waits for the action before it on its stage, and for the action whose result it needs.
 
     Raises: LayoutError: stages deadlock.
 
@@ -59,7 +60,8 @@ def rounds_of(schedule: Schedule) -> Rounds:
         rows.append((at, stage, KINDS.index(kind) * chunks + chunk, needed, before))
     at_round, stage_of, what, *waits = np.array(rows, dtype=np.intp).reshape(-1, 5).T
     order = np.argsort(at_round, kind="stable")
-    number_of = np.full(len(order) + 1, len(order))  # by the number in the order in which they were found; -1: none
+    # maps an action's number in run_order to its number here; index -1 (no action) reads the last entry
+    number_of = np.full(len(order) + 1, len(order))
     number_of[order] = np.arange(len(order))
     waited = number_of[np.stack(waits)[:, order]]
     begins = np.flatnonzero(np.diff(at_round[order], prepend=0, append=len(order) + 1))

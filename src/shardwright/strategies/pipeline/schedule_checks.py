@@ -56,10 +56,10 @@ def check_order(schedule: Schedule) -> None:
 
 
 def num_results(schedule: Schedule) -> int:
-    """Returns the number of results, which :func:`run_order` numbers from 0, that a schedule's actions need and give.
+    """Returns how many results a schedule's actions need and give, as :func:`run_order` numbers them from 0.
 
-    They are the outputs of forwards, chunk by chunk, then the gradients of inputs, one for what is always there, and
-    one for what nothing needs.
+    First come the outputs of forwards, chunk by chunk, and then the input gradients. Two more stand for the inputs of
+    the model, which are always there, and for the result of a W, which no action needs.
 
     >>> num_results(Schedule("by hand", ((Action("F", 0),),), (0,), 1))
     4
@@ -70,8 +70,8 @@ def num_results(schedule: Schedule) -> int:
 def run_order(schedule: Schedule) -> Iterator[tuple[int, Action, int, int]]:
     """Yields every action of a schedule in one sequential order that respects all dependencies.
 
-    Each comes as its stage, the action, and the indices (:func:`num_results`) of the result that it needs and of the
-    one that it gives.
+    Each entry is the stage, the action, the index of the result that the action needs, and the index of the result that
+    it gives; :func:`num_results` describes these indices.
 
     Raises: LayoutError: at the end, if stages deadlock.
 
@@ -101,7 +101,7 @@ def run_order(schedule: Schedule) -> Iterator[tuple[int, Action, int, int]]:
                 need, give = size + own, never
             else:
                 give = size + own
-                need = own if chunk == last else give + num_microbatches  # which comes after this chunk's own F
+                need = own if chunk == last else give + num_microbatches  # the next chunk's gradient comes after this F
             if not done[need]:
                 waiting[need] = stage
                 positions[stage] = position
@@ -158,7 +158,7 @@ def _count_actions(schedule: Schedule) -> tuple[bytearray, tuple[int, Action] | 
             own = chunk * num_microbatches + microbatch
             was, bit = seen[own], _BIT[kind]
             if was & bit or was & _EXCLUDES[kind]:
-                other: ActionKind = "I" if was & 4 else "W" if was & 8 else "B"  # of which B excludes I and W
+                other: ActionKind = "I" if was & 4 else "W" if was & 8 else "B"  # the kind seen before that excludes it
                 again = "comes twice" if was & bit else f"comes beside {action._replace(kind=other)}"
                 raise LayoutError(
                     f"schedule '{schedule.name}' runs one backward or forward twice",

@@ -172,12 +172,12 @@ def ends_of(schedule: Schedule, *times: ChunkTimes) -> tuple[StageTiming, ...]:
     """
     rounds, _, ends, seconds = _run(schedule, times)
     last = np.zeros(schedule.num_stages, dtype=np.int32)
-    last[rounds.stage] = np.arange(len(rounds.stage))  # of several actions of a stage the last one is written
+    last[rounds.stage] = np.arange(len(rounds.stage))  # a stage's later actions overwrite its earlier ones
     timings = []
     for number in range(len(times)):
         clocks = ends[last, number].tolist()
         busy = np.bincount(rounds.stage, seconds[:, number], schedule.num_stages).tolist()
-        whole = max(clocks) * len(clocks)  # the first action waits for nothing
+        whole = max(clocks) * len(clocks)  # the first action starts at 0
         timings.append(StageTiming(tuple(clocks), tuple(busy), 1 - sum(busy) / whole if whole else 0.0))
     return tuple(timings)
 
@@ -198,7 +198,7 @@ SecondsArray = npt.NDArray[np.float64]
 
 
 def _seconds_of(schedule: Schedule, times: ChunkTimes) -> tuple[SecondsArray, ...]:
-    """Returns the seconds of each action, and those in which what it needs is under way, by :attr:`Rounds.what`."""
+    """Returns how long an action takes, and how long its input is in transit, both indexed by :attr:`Rounds.what`."""
     _check_number(schedule, times=times.num_chunks)
     stage_of, inputs, weights = schedule.stage_of, times.input_s, times.weight_s
     lasts = {"F": times.forward_s, "I": inputs, "W": weights,
@@ -216,7 +216,7 @@ def _run(schedule: Schedule, times: Sequence[ChunkTimes]) -> tuple[Rounds, Secon
     """
     rounds, tables = rounds_of(schedule), [_seconds_of(schedule, chunk_times) for chunk_times in times]
     seconds, late = (np.stack(columns, axis=1).take(rounds.what, axis=0) for columns in zip(*tables, strict=True))
-    starts, ends = np.zeros_like(seconds), np.zeros((len(seconds) + 1, len(times)))  # the last is what nothing precedes
+    starts, ends = np.zeros_like(seconds), np.zeros((len(seconds) + 1, len(times)))  # last: no action
     for actions, waited in rounds.waits:
         need, before = ends.take(waited, axis=0)
         need += late[actions]

@@ -38,10 +38,10 @@ class StageCode:
     """The model's traced calls for one set of forward arguments and train/eval modes, cut into chunks.
 
     ``ready`` are the calls of this stage's chunks, with the functions that they run. ``attributes`` are the values that
-    modules' attributes had when the code was traced, and ``settings`` the plain values inside of those that are dicts,
-    lists or objects. ``shared`` checks writes into buffers. ``routes`` caches the messages by schedule. ``has_run``
-    says that these calls have been run before; until then each chunk's run checks that it has not changed the
-    attributes.
+    modules' attributes had when the code was traced. For attributes that are dicts, lists or objects, ``settings`` has
+    the plain values in them. ``shared`` checks writes into buffers. ``routes`` caches the messages by schedule.
+    ``has_run`` says that these calls have been run before; until then each chunk's run checks that it has not changed
+    the attributes.
     """
 
     chunked: ChunkedModel
@@ -170,7 +170,10 @@ class Stage(PipelineStage[Stages]):
     # ---- the model's code
 
     def _code_of(self, inputs: Any) -> StageCode:
-        """Returns the traced calls for a batch's inputs; code that branches on a flag is traced for its value alone."""
+        """Returns the traced calls for a batch's inputs.
+
+        Code that branches on the value of an argument, such as a flag, is traced for each value by itself.
+        """
         arguments = arguments_given(self.stages.model, inputs)
         if arguments not in self._by_value:
             try:
@@ -179,12 +182,12 @@ class Stage(PipelineStage[Stages]):
                 self._by_value.add(arguments)
         return self._code_for(arguments_given(self.stages.model, inputs, by_value=True), inputs)
 
-    def _code_for(self, given: tuple[str, ...], inputs: Any) -> StageCode:
+    def _code_for(self, arguments: tuple[str, ...], inputs: Any) -> StageCode:
         """Returns the cached traced calls for these arguments, traced again if a module's mode or setting has changed.
 
         Raises PlanError for a setting that is now neither a number, a string, a tuple nor None.
         """
-        key = (given, tuple(module.training for module in self.model.modules()))
+        key = (arguments, tuple(module.training for module in self.model.modules()))
         code = self._codes.get(key)
         if code is not None and (changed := self._changed_attributes(code)):
             for path, name in changed:
@@ -199,8 +202,8 @@ class Stage(PipelineStage[Stages]):
             return code
         for path, module in self.model.named_modules():
             self.stages.model.get_submodule(path).training = module.training
-        code = self._codes[key] = self._read_code(given, inputs)
-        kind = (given, self.model.training)
+        code = self._codes[key] = self._read_code(arguments, inputs)
+        kind = (arguments, self.model.training)
         if kind not in self._compared:  # all stages begin the same kinds of runs, so all of them compare here
             self._compared.add(kind)
             check_same_code(self.p2p.axis.for_strategy("core"), lines_of(code.chunked))
@@ -216,11 +219,11 @@ class Stage(PipelineStage[Stages]):
                 changed_attributes.append((path, name))
         return changed_attributes
 
-    def _read_code(self, given: tuple[str, ...], inputs: Any) -> StageCode:
-        chunked = self.stages.with_arguments(given)
+    def _read_code(self, arguments: tuple[str, ...], inputs: Any) -> StageCode:
+        chunked = self.stages.with_arguments(arguments)
         modes = tuple(module.training for module in self.stages.model.modules())
-        # what is read after the first code is of other arguments, modes or settings
-        is_known = not self._compared and (given, modes) == self.stages.compared
+        # Planning has checked the first code against the forward. Code that is read later may differ, so it is checked.
+        is_known = not self._compared and (arguments, modes) == self.stages.compared
         if not is_known and (why := difference_from_forward(self.stages.model, chunked, inputs)):
             raise not_followed(self.stages.model, why, has_example=self.stages.compared is not None)
         attributes = {

@@ -163,7 +163,7 @@ class _CutForward:
         return output
 
     def change(self, path: str, module: Any, may_work: bool) -> None:
-        """Wraps a module's forward; with ``may_work`` it may run on sharded rows, its gradients summed over ranks."""
+        """Wraps a module's forward; with ``may_work`` it may run on sharded rows, and its gradients are summed then."""
         kind = self.maps.steps[self.maps.calls[path][0]].kind
 
         def around(whole: Forward) -> Forward:
@@ -216,7 +216,7 @@ class _CutForward:
 
 
 class _NoGradient(Function):
-    """An autograd function: the identity in the forward, no gradient in the backward; another rank contributes it."""
+    """An autograd function: the identity in the forward; no gradient in the backward: another rank contributes it."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ class _MapPricing:
             for call, number in enumerate(numbers)
             if call < len(module_calls.get(path, ()))
         }
-        first = next(n for n in sorted(maps.settled().work) if n in self.module_calls)  # only functions come before it
+        first = next(n for n in sorted(maps.settled().work) if n in self.module_calls)  # before it come functions alone
         self.shapes: dict[int, tuple[int, ...]] = {0: self.module_calls[first].x_shape}
         self.settled = maps.settled(self.module_calls[first].x_shape[2])
         self.element_bytes = self.module_calls[first].element_bytes

@@ -96,7 +96,7 @@ def _average_pool(module: Any, step: MapStep, x: Tensor, axis: Axis, sizes: Sequ
         return y
     assert isinstance(step.resize, SlidingWindow), "a pool has a window"
     outputs = row_ranges(output_sizes(sizes, step.resize))[axis.index]
-    # halo_pool divides by the whole kernel: at the edges, and past them, fewer rows count
+    # halo_pool always divides by the number of rows of the whole kernel, but windows at the edges have fewer rows
     counts = [_num_rows(step.resize, row, sum(sizes), module.count_include_pad) for row in range(*outputs)]
     if all(count == kernels[0] for count in counts):
         return y

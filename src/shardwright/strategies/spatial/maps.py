@@ -98,9 +98,10 @@ class CutMaps:
     """Which feature maps are cut by rows, and which are all-gathered at which step, for pictures of one height.
 
     ``rows`` has the number of rows of the value of each step (traced call), None if it is unknown; the other fields
-    have numbers of steps. The values of ``cut`` are cut, and the steps ``work`` run on cut maps. ``take`` all-gather
-    their inputs, ``give`` their outputs. ``share`` return a whole value of one row, such as weights of channels, which
-    each rank combines with its own rows: the gradient of this value is summed over the ranks.
+    have numbers of steps. The values of ``cut`` are cut, and the steps ``work`` run on cut maps. The steps
+    ``take`` all-gather their inputs, and the steps ``give`` their outputs. The steps ``share`` return a whole value of
+    one row, such as weights of channels, which each rank combines with its own rows: the gradient of this value is
+    summed over the ranks.
     """
 
     rows: tuple[int | None, ...]
@@ -119,7 +120,7 @@ class CutMaps:
 
 @dataclass(frozen=True)
 class FeatureMaps:
-    """The traced calls (steps) of a model in order, by which it is decided which feature maps are cut into rows.
+    """The traced calls (steps) of a model in order; :meth:`settled` decides which feature maps are cut by rows.
 
     The first step stands for the model's first input, the last for its output. ``parts`` is the number of ranks over
     which maps are cut, ``inputs`` the names of the forward's arguments.
@@ -167,7 +168,7 @@ def _settle(maps: FeatureMaps, height: int | None) -> CutMaps:
 
 
 class _SettlingPass:
-    """One pass over the steps that decides what is cut, given the values known to be needed whole; it may add some."""
+    """One pass over the steps that decides which values are cut, and may find more values that are needed whole."""
 
     def __init__(self, maps: FeatureMaps, height: int | None, wanted: dict[int, int]) -> None:
         self.maps, self.height, self.wanted = maps, height, wanted
@@ -268,10 +269,10 @@ class _SettlingPass:
 def follow(model: nn.Module, parts: int, copied: Collection[str] = ()) -> FeatureMaps | None:
     """Returns a model's traced calls, from which row sharding is planned (:class:`FeatureMaps`); None if not traceable.
 
-    It is None too if the code differs between training and evaluation. ``parts`` is the number of ranks over which
-    feature maps are cut; the modules whose paths are in ``copied`` take whole maps. If the code of any submodule cannot
-    be traced, none is followed: each call of a direct child, or of one inside containers such as ``nn.Sequential``, is
-    then one step.
+    The result is also None if the code differs between training and evaluation. ``parts`` is the number of ranks over
+    which feature maps are cut; the modules whose paths are in ``copied`` take whole maps. If the code of any submodule
+    cannot be traced, none is followed: each call of a direct child, or of a child inside containers such as
+    ``nn.Sequential``, is then one step.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
     >>> maps = follow(model, 2)
@@ -280,7 +281,7 @@ def follow(model: nn.Module, parts: int, copied: Collection[str] = ()) -> Featur
     >>> sorted(maps.settled().work), sorted(maps.settled().take), sorted(maps.settled(height=3).work)
     ([1, 2], [3], [])
     """
-    for deep in (True, False):  # inside the modules where all code can be traced, else at the top level alone
+    for deep in (True, False):  # into submodules if all can be traced, else the top level only
         graph, other = (_traced(model, deep, training) for training in (model.training, not model.training))
         if graph is not None and other is not None and _spelled(graph) == _spelled(other):
             return _maps_of(model, graph, parts, frozenset(copied))

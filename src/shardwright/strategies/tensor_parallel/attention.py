@@ -103,7 +103,7 @@ class HeadsNote(OperatorNote):
         """Returns the all-reduce of the scores of heads that several ranks divide."""
         members = sum(held == self.held[self.heads.number(here.coord)] for held in self.held)
         seen = queries = call.x_shape[1]
-        if self.tokens is not None:  # of gathered tokens, a causal query needs those before it alone
+        if self.tokens is not None:  # causal queries see no gathered tokens behind them
             seen = here.shard.span(self.tokens.rows).stop if self.tokens.causal else here.shard.num_tokens
             queries = len(here.shard.tokens(self.rows))
         num_bytes = len(here.shard.samples(self.rows)) * queries * seen * call.element_bytes
@@ -125,7 +125,7 @@ def place_attentions(draft: PlanDraft) -> None:
     for path, module in draft.model.named_modules():
         if not isinstance(module, Attention):
             continue
-        if draft.mode.dim == 1:  # the attention weights that are dropped are (samples, heads, queries, keys)
+        if draft.mode.dim == 1:  # dropout takes attention weights (samples, heads, queries, keys)
             draft.plan = draft.plan.see_tokens(f"{path}.attention_dropout".lstrip("."), (2, 3))
         if path in draft.attentions:
             _place_attention(draft, path, module, draft.flow.uses.get(path, FeatureUse("attention")))

@@ -5,8 +5,8 @@
     x, whole --> | conv: some out-channels | --> norm, pool --> | conv: the same in-channels | --> sum --> y, whole
 
 Every axis that does not cut rows between layers cuts the channels of a chain; over an axis that cuts samples, weights
-are copied and BatchNorms share their statistics. Channels are dim 1 of an activation, but where the plan lists how
-activations are cut it has ``Shard(-1)`` for them, as for features.
+are copied and BatchNorms share their statistics. Channels are dim 1 of an activation. Even so the plan writes their cut
+as ``Shard(-1)``, as it does for features.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def place_convolutions(job: Job, mode: Mode, plan: Plan, shared: Collection[str]
     for path in plan.statistics if over else ():
         plan = plan.role(path, mode.name, "statistics", f"of all samples, combined over {' '.join(over)}")
     taken = {path for path, _, _, name in owners(job.model) if name in shared} | busy
-    if any(axis.stream != "C" for axis in mode.axes):  # there place_* cuts every Linear by the mode's stream
+    if any(axis.stream != "C" for axis in mode.axes):  # there the mode cuts each Linear by itself
         taken |= {path for path, module in job.model.named_modules() if isinstance(module, nn.Linear)}
     axes = tuple((axis.name, axis.size) for axis in mode.axes if axis.stream != "T")
     if axes:
@@ -230,10 +230,10 @@ class _ChainCut:
         self.plan = self.plan.role(path, self.mode.name, "channels", f"{why}; {before.why}" if before else why)
 
     def _linear(self, path: str) -> None:
-        """Cuts a ``Linear`` after the chain, whose in-features are the pixels of one channel after the other."""
+        """Cuts a ``Linear`` after the chain; its in-features are all pixels of the first channel, then of the next."""
         layer, axes = self._module(path), self.mode.axes
         x, y = self._dealt(layer.in_features), Features.balanced(layer.out_features, ())
-        step = RoleStep(("F",), ("k",), ("C",))  # on the one axis of 1D: elsewhere the mode cuts every Linear itself
+        step = RoleStep(("F",), ("k",), ("C",))  # 1D, one axis: other modes cut each Linear by itself
         elements = sent_elements(Layer(x.size, y.size), step, axes, self.job.num_tokens)
         self._cut(path, "weight", 1, x)
         spec = {axis: Shard(-1) for axis in x.names}

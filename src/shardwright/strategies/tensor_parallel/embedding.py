@@ -116,7 +116,8 @@ def _place_table(draft: PlanDraft, path: str, table: nn.Embedding, use: FeatureU
         draft.cut(name, axis_name, 1, width_cut.along(axis_name))
     if not by_rows and not by_width:
         return
-    # tokens are gathered over the row-cutting axes that cut them; the output is cut as the stream is
+    # Token numbers are gathered over axes that cut both tokens and the table's rows. The looked-up rows are cut like
+    # other activations between layers.
     moved = tuple(a.name for a in reversed(draft.mode.row_axes) if a.name in by_rows)
     before: States = tuple("T" if axis.stream == "T" else "C" for axis in draft.mode.axes)
     roles: tuple[RoleName, ...] = tuple("h" if a.name in (*by_rows, *by_width) else "t" for a in draft.mode.axes)

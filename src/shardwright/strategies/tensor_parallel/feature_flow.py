@@ -48,10 +48,11 @@ class Value(NamedTuple):
 class FeatureUse:
     """The call of one module as traced: its kind, and whether its input (``takes_cut``) and output features are cut.
 
-    ``size`` is the number of features of the output of a layer, pair or table, cut or not (of the input, for the loss's
-    head), or of those that a norm or elementwise module gets cut, 0 if none. ``from_input``: the input is the model's
-    own, which needs no gradient. Of the kinds, a ``chain`` is a pair of a column- and a row-parallel layer, a ``gate``
-    gets whole features, and ``inside`` is a module whose inner calls are traced.
+    ``size`` is a number of features, whose meaning depends on the kind. For a layer, pair or table it is that of the
+    output, cut or not; for the loss's head, that of the input; for a norm or elementwise module, that of the input if
+    the input is cut, else 0. ``from_input``: the input is the model's own, which needs no gradient. Of the kinds, a
+    ``chain`` is a pair of a column- and a row-parallel layer, a ``gate`` gets whole features, and ``inside`` is a
+    module whose inner calls are traced.
     """
 
     kind: Literal["linear", "chain", "attention", "norm", "table", "elementwise", "gate", "inside"]
@@ -103,7 +104,7 @@ class _FeatureFlow:
 
     def note(self, path: str, use: FeatureUse) -> None:
         before = self.uses.get(path, use)
-        if before.kind != "table" and before.from_input != use.from_input:  # one of the calls needs an input gradient
+        if before.kind != "table" and before.from_input != use.from_input:  # one call needs an input gradient
             before, use = replace(before, from_input=False), replace(use, from_input=False)
         self.uses[path] = before
         if before != use:
@@ -121,7 +122,7 @@ class _FeatureFlow:
         if path in self.kept_whole and path:
             return self._gate(path, args)
         if isinstance(module, nn.MultiheadAttention) and any(value.cut for value in args):
-            raise _UnknownError  # so its caller becomes a gate and gives it whole features
+            raise _UnknownError  # then the caller becomes a gate, so its features are whole
         leaf = self._leaf(path, module, x, args, may_cut)
         if leaf is not None:
             return leaf
@@ -222,22 +223,22 @@ class _FeatureFlow:
                 env[node] = self._function(node, values)
         return result
 
-    def _function(self, node: fx.Node, given: Sequence[Value]) -> Value:
-        for value in given:
+    def _function(self, node: fx.Node, values: Sequence[Value]) -> Value:
+        for value in values:
             if value.chain:
                 return value
-        if not any(value.cut for value in given):
+        if not any(value.cut for value in values):
             return self.new()
         constants = [a for a in (*node.args, *node.kwargs.values()) if not isinstance(a, fx.Node)]
         plain = not any(
             isinstance(c, Tensor) and (c.dim() or c.requires_grad) for c in constants
         ) and not node.kwargs.get("out")
-        sizes = {value.size if value.cut else None for value in given}
+        sizes = {value.size if value.cut else None for value in values}
         alike = len(sizes) == 1 and plain
         combines = node.target in COMBINING or node.target in COMBINING_METHODS
         simple = node.target in ELEMENTWISE_FUNCTIONS or node.target in ELEMENTWISE_METHODS
-        if alike and (combines or (simple and len(given) == 1)):
-            return self.new(cut=True, size=given[0].size)
+        if alike and (combines or (simple and len(values) == 1)):
+            return self.new(cut=True, size=values[0].size)
         raise _UnknownError
 
 
@@ -289,7 +290,7 @@ def follow(
         try:
             result = walk.visit("", model, [Value(is_input=True)] * 8, may_cut=parts > 1)
         except _ConflictError as conflict:
-            # called in two ways: it is kept whole; if that is a conflict too, it never gets cut features
+            # A module that is called in two ways is kept whole; if that still conflicts, it never gets cut features.
             path = str(conflict)
             never_cut |= whole & {path}
             whole |= {path}

@@ -25,8 +25,8 @@ def gather_output_layers(
     """Returns the linear layers, by path, that may be cut by output features that ``size`` ranks gather at once.
 
     Such a layer has no parameter that is among ``taken`` or that other modules read (``readers``), and its output
-    features are not those of the model's outputs. In the recorded run it sends at most ``most_sent`` elements for each
-    element of its parameters. What it sends are its outputs, counted twice as the sums of other cuts are.
+    features are not features of the model's outputs. In the recorded run it sends at most ``most_sent`` elements for
+    each element of its parameters. It sends its outputs, which count twice, as do the sums of other cuts.
 
     >>> import torch
     >>> from shardwright.analysis.model_graph import ModelGraph

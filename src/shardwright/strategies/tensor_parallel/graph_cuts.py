@@ -1,15 +1,16 @@
 """Chooses which dims of a model's parameters tensor parallelism cuts, from a recorded forward's operators alone.
 
-Candidates are the axes (dims that operators tie together) that parameters have, that no operator needs whole, and that
-are not dims of the inputs: the heads of attentions, the inner features of MLPs, the groups of convolutions. Two
-candidates that are different dims of one tensor exclude each other, because a rank holds a shard of one dim only. Those
-that send the fewest elements for each parameter element are taken first; one is exchanged for others that it excludes
-if these have clearly more elements. Cutting heads costs one sum after the output
-projection; cutting the features of a head would cost a sum of all attention scores, and cutting the features between
-blocks would cost a sum after every layer that reads them. The rows of a table cost a sum of what is looked up, and are
-cut where there are many, or where the table is the output head too. The classes of a cross entropy cost three numbers a
-token. Linear layers that stay whole after all are cut by their outputs if gathering these costs little. Where less than
-half of the model is cut in all of these ways, each module of what is left is cut by itself, and its output gathered.
+A candidate is an axis (dims that operators tie together) of some parameter that no operator needs whole and that is no
+dim of the inputs: the heads of attentions, the inner features of MLPs, the groups of convolutions. Two candidates that
+are different dims of one tensor exclude each other, because a rank holds a shard of one dim only. Candidates that send
+the fewest elements for each parameter element are taken first. A taken candidate is exchanged for others that it
+excludes, if these cut clearly more elements.
+
+What a cut costs: heads, one sum after the output projection; the features of a head, a sum of all attention scores; the
+features between blocks, a sum after every layer that reads them; the rows of a table, a sum of the looked-up rows; the
+classes of a cross entropy, three numbers a token. Tables are cut by rows if they have many rows, or are the output head
+too. Linear layers that are still whole are cut by their outputs if gathering these costs little. If less than half of
+the model is cut in these ways, each remaining module is cut by itself, and its output is gathered.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from shardwright.sharding.tensor_shard import ALL, TensorShard, shard_of
 from shardwright.strategies.tensor_parallel.gather_output import gather_output_layers
 
 LARGE_TABLE = 2
-"""A table that is no output head is cut if it has so many rows for each token of a sample that is looked up in it.
+"""A table that is not the output head is cut if it has at least this many rows for each token that a sample looks up.
 
-Chosen, not measured: a vocabulary has many times the tokens of a sample, and a table of kinds of tokens a few rows. In
-a table of positions all samples look up the same, so it is not cut.
+Chosen, not measured: a vocabulary has many times more rows than a sample has tokens, and a table of token types has a
+few rows. A table of positions is not cut, because all samples look up the same rows.
 """
 
 WORTH_MORE = 0.05
-"""Cuts that send more than the cheapest ones are taken if they cut this share more of the parameter elements.
+"""Cuts that send more than the cheapest ones are taken if they cut more parameter elements by at least this share.
 
-Linear layers that are left have their outputs gathered under the same condition, all of them or none.
+Under the same condition, the linear layers that are still whole are cut and have their outputs gathered: all or none.
 
 Chosen, not measured.
 """
@@ -53,27 +54,28 @@ Chosen, not measured.
 MOST_FOR_MORE = 10
 """The most elements sent for each parameter element that an exchange gains, as a multiple of the cheapest cuts' ratio.
 
-Chosen between what it is for models: 0.4 for a U-Net of diffusers, 3 for a Conformer, and 96 where eight heads with one
-key head between them would be exchanged for the features of a head.
+Chosen between the ratios of exchanges in models: 0.4 in a U-Net of diffusers and 3 in a Conformer, which pay, and 96
+where eight heads that share one key head would be exchanged for the features of a head, which does not.
 """
 
 WORTH_GATHERING = 0.2
-"""Activations are gathered for layers that stay whole if that cuts this share more of the parameters. Chosen."""
+"""Ways to cut that gather activations for layers are used if they cut this share more of all parameters. Chosen."""
 
 _FEATURES = {
     ("linear", 1): 0, ("linear", 2): 0, ("mm", 1): 1, ("addmm", 0): 0, ("addmm", 2): 1, ("add", 0): 0, ("add", 1): 0,
     ("convolution", 1): 0, ("convolution", 2): 0,
 }  # fmt: skip
-"""The dim of a weight or bias that has output features, by the operator and the number of the operand."""
+"""The dim of output features in a weight or bias, by the operator and the number of the operand."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphCuts:
     """The shards of parameters and buffers on each rank, by name, and the modules that read each parameter.
 
-    A module that asks for the shape of a parameter counts as one that reads it. ``held`` are the parameters that other
-    code holds directly, which stay whole, and those of recurrent layers, which keep a list of them: none is replaced
-    for a forward. ``gathered`` are the paths of modules whose outputs are all-gathered at once.
+    A module that asks for the shape of a parameter counts as one that reads it. ``held`` are the parameters that no
+    forward may replace by other tensors: those that other code refers to directly, which also stay whole, and those of
+    recurrent layers, which keep their own list of them. ``gathered`` are the paths of modules whose outputs are
+    all-gathered at once.
     """
 
     shards: Mapping[str, TensorShard]
@@ -100,8 +102,8 @@ _Candidates = dict[DimAxis, _Candidate]
 class _CutShards(NamedTuple):
     """The shard of each parameter and buffer that is cut, by name, and how many elements the cut parameters have.
 
-    ``most_sent`` is the number of elements that a step of the recorded run sends for each of those elements; 0 if none
-    is cut.
+    ``most_sent`` is the number of elements that a step of the recorded run sends, divided by the number of elements of
+    the cut parameters; 0 if none is cut.
     """
 
     shards: dict[str, TensorShard]
@@ -124,18 +126,18 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     """
     held = tensors_outside(model)
     kept = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in held)
-    # a constant or a buffer that code puts in the place of a parameter is whole
+    # a parameter stays whole if code replaces it by a constant or a buffer, since these are whole
     kept |= {parameter.name for parameter, value in recording.assigned if value.kind}
     in_lists = kept
     for path, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             names = frozenset(name for name, _ in module.named_parameters(path))
             in_lists |= names
-            kept |= names if module.proj_size else frozenset()  # the state that it projects has other units than a gate
+            kept |= names if module.proj_size else frozenset()  # projected states have fewer units than gates
     readers = readers_of(recording)
     if size == 1:
         return GraphCuts({}, readers, in_lists)
-    # nothing ties the features of a norm that this forward does not call to its statistics: it stays whole
+    # A norm that this forward does not call stays whole: the record does not tie its weights to its statistics.
     used = recording.parameters_used
     uncalled = {name for name, _ in model.named_parameters() if name not in used}
     norms = {f"{path}.{name}".lstrip(".") for path, norm in batch_norms(model) for name, _ in norm.named_parameters()}
@@ -163,11 +165,11 @@ def _cut_by_module(
     model: nn.Module, recording: Recording, size: int, kept: Collection[str], cut: Collection[str],
     gathered: Collection[str], readers: Mapping[str, Collection[str]],
 ) -> dict[str, dict[str, TensorShard]]:  # fmt: skip
-    """Cuts modules one by one, each as if it were a whole model; returns the shards of each, by its path.
+    """Cuts modules one by one, each as if it were a whole model; returns each module's shards, by its path.
 
-    All ranks gather the output of such a module. Cut are modules of which less than half is ``cut`` already, with
-    matrices or tables that nobody else reads and that are not among ``kept``. What the model makes of their outputs
-    does not matter.
+    Ranks gather the output of each such module, so it does not matter what the model computes from it. A module is cut
+    if less than half of the elements of its own matrices and tables is ``cut`` already, and at least one more of these
+    can be cut. Parameters that other modules read, and those in ``kept``, stay whole.
     """
     inside, by_module = recording.of_modules(), {}
     for path, module in model.named_modules():
@@ -189,12 +191,15 @@ def _balanced(num_elements: int, size: int) -> bytes:
 
 
 def _cut(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> _CutShards:
-    """Returns the shards that ``size`` ranks hold, where operators allow it; none of the parameters in ``kept``.
+    """Returns the shards that ``size`` ranks hold, where operators allow it; parameters in ``kept`` are not cut.
 
-    There are three ways, and a later one is taken if it cuts clearly more parameters: no layer needs its input
-    gathered; layers that read a concatenation of which only some parts are cut have it gathered, and their weights stay
-    whole; or so have layers whose output features come back to them as an input, as in a recurrent cell (``ties``), and
-    these are cut by their output features.
+    Three ways are tried, and a later one is taken if it cuts clearly more parameters:
+
+    1. No layer needs its input gathered.
+    2. Layers that read a concatenation, of which only some parts are cut, gather it, and their weights stay whole
+       (``gathers``).
+    3. In addition, layers whose output features come back to them as an input, as in a recurrent cell, are cut by their
+       output features and gather that input (``ties``).
     """
     features, outputs = _dims_of_features(recording), _dims_of_features(recording, all_convolutions=True)
     total = sum(prod(use.shape) for use in recording.parameters.values())
@@ -210,7 +215,7 @@ def _cut(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) 
             candidates = _candidates(recording, axes, size, kept, outputs)
         alone = {axis: candidate for axis, candidate in candidates.items() if not candidate.is_normed}
         taken = _chosen(recording, axes, alone, features, gathers=gathers)
-        # a norm over cut features sends statistics, and what is before and behind it may then be cut where nothing was
+        # A norm over cut features sends statistics. At this price the layers around it may be cut, if they are not yet.
         more = _beside(candidates, taken)
         if more:
             taken = _chosen(
@@ -233,7 +238,10 @@ def _cut(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) 
 def _cuts_of(
     use: TensorUse, axes: RunAxes, cut: Mapping[DimAxis, bytes], features: Mapping[TensorUse, int | None]
 ) -> list[bytes | None]:
-    """Returns the cut of each dim of a parameter; an axis of its output ``features`` cuts no other of its dims."""
+    """Returns the cut of each dim of a parameter.
+
+    ``features`` has the dim of output features of some parameters. An axis that is in this dim cuts no other dim.
+    """
     dims, own = axes.of(use), features.get(use)
     elsewhere = cut
     if own is not None:
@@ -243,7 +251,12 @@ def _cuts_of(
 
 
 def _chosen(
-    recording: Recording, axes: RunAxes, found: _Candidates, features: Mapping[TensorUse, int | None], *, gathers: bool
+    recording: Recording,
+    axes: RunAxes,
+    candidates: _Candidates,
+    features: Mapping[TensorUse, int | None],
+    *,
+    gathers: bool,
 ) -> list[_Candidate]:
     """Returns the axes to cut: the best candidates that leave no tensor with a dim of which only some elements are cut.
 
@@ -253,32 +266,32 @@ def _chosen(
     uses = [use for use in recording.parameters.values() if len(use.shape) == 1 or not gathers]
     uses += [use for call in recording.calls for use in (*call.written, *call.statistics) if use.kind == "buffer"]
     while True:
-        taken = _taken(found)
+        taken = _taken(candidates)
         labels = {axis: bytes(axis.size) for axis in taken}
         refused = set[DimAxis]()
         for use in uses:
             dims = axes.of(use)
             partly = _partly_summed([labels_of(axis, labels) for axis in dims], features.get(use))
             refused.update(leaf for number in partly for leaf in leaves(dims[number]))
-        if refused.isdisjoint(found):
+        if refused.isdisjoint(candidates):
             break
-        found = {axis: candidate for axis, candidate in found.items() if axis not in refused}
-    # an output alone would be cut to be gathered at once
+        candidates = {axis: candidate for axis, candidate in candidates.items() if axis not in refused}
+    # if all the axes are only in the model's outputs, cutting is in vain: these are gathered at once
     inner = any(candidate.is_tied or not candidate.in_output for candidate in taken.values())
     return list(taken.values()) if inner else []
 
 
-def _beside(found: _Candidates, taken: Sequence[_Candidate]) -> _Candidates:
-    """Returns the candidates over which norms go and that nothing of what is taken excludes."""
+def _beside(candidates: _Candidates, taken: Sequence[_Candidate]) -> _Candidates:
+    """Returns the candidates that are dims of norms, unless a candidate in ``taken`` excludes them."""
     axes = {candidate.axis for candidate in taken}
-    free = (option for option in found.values() if option.is_normed and option.axis not in option.excludes)
+    free = (option for option in candidates.values() if option.is_normed and option.axis not in option.excludes)
     return {candidate.axis: candidate for candidate in free if candidate.excludes.isdisjoint(axes)}
 
 
-def _taken(found: _Candidates) -> _Candidates:
+def _taken(candidates: _Candidates) -> _Candidates:
     """Returns candidates (axes) that do not exclude each other: the cheapest first, or others that cut clearly more."""
-    cheapest = _cheapest(found)
-    most, least_gain = _most(found, cheapest), WORTH_MORE * _num_elements(cheapest)
+    cheapest = _cheapest(candidates)
+    most, least_gain = _most(candidates, cheapest), WORTH_MORE * _num_elements(cheapest)
     return most if _num_elements(most) > _num_elements(cheapest) + least_gain else cheapest
 
 
@@ -286,9 +299,9 @@ def _num_elements(candidates: _Candidates) -> int:
     return sum(candidate.num_elements for candidate in candidates.values())
 
 
-def _cheapest(found: _Candidates) -> _Candidates:
+def _cheapest(candidates: _Candidates) -> _Candidates:
     by_cost = sorted(
-        found.values(),
+        candidates.values(),
         key=lambda option: (option.in_output, option.num_sent / option.num_elements, -option.num_elements),
     )
     taken: _Candidates = {}
@@ -298,12 +311,13 @@ def _cheapest(found: _Candidates) -> _Candidates:
     return taken
 
 
-def _most(found: _Candidates, taken: _Candidates) -> _Candidates:
+def _most(candidates: _Candidates, taken: _Candidates) -> _Candidates:
     """Exchanges a chosen axis for those that it alone excludes, as long as that cuts more elements; returns the result.
 
     In a network of convolutions, for example, the channels between blocks cost the least for each element, but exclude
-    the inner channels of every block. What is sent more for each element that is gained has a limit: heads that all
-    share one key head are not exchanged for the features of a head, which would cost a sum of all attention scores.
+    the inner channels of every block. An exchange may send only so much more for each element that it gains
+    (``MOST_FOR_MORE``): heads that all share one key head are not exchanged for the features of a head, which would
+    cost a sum of all attention scores.
     """
     num_elements, num_sent = _num_elements(taken), sum(candidate.num_sent for candidate in taken.values())
 
@@ -314,7 +328,7 @@ def _most(found: _Candidates, taken: _Candidates) -> _Candidates:
 
     while True:
         excluded_by = defaultdict[DimAxis, _Candidates](dict)
-        for axis, candidate in found.items():
+        for axis, candidate in candidates.items():
             by = [other for other in candidate.excludes if other in taken]
             if axis not in taken and axis not in candidate.excludes and len(by) == 1 and not candidate.in_output:
                 excluded_by[by[0]][axis] = candidate
@@ -328,10 +342,10 @@ def _most(found: _Candidates, taken: _Candidates) -> _Candidates:
 
 
 def _partly_summed(cuts: Sequence[bytes | None], features: int | None) -> list[int]:
-    """Returns the dims of which some elements are cut and others are on all ranks; the dim ``features`` is left out.
+    """Returns the dims of which some elements are cut and others are on all ranks, except the dim ``features``.
 
-    ``features`` is the dim of output features. Operators sum over any other such dim, where what all ranks hold would
-    count several times, or do not run on it.
+    ``features`` is the dim of output features. Any other such dim is a problem: operators either do not run on it, or
+    sum over it, and elements on all ranks would then count several times.
     """
     return [dim for dim, cut in enumerate(cuts) if cut is not None and ALL in cut and dim != features]
 
@@ -339,9 +353,10 @@ def _partly_summed(cuts: Sequence[bytes | None], features: int | None) -> list[i
 def _candidates(
     recording: Recording, axes: RunAxes, size: int, kept: Collection[str], tied: Mapping[TensorUse, int | None]
 ) -> _Candidates:
-    """Returns the axes that could be cut, with their elements, traffic and conflicts; without axes of ``kept``.
+    """Returns the axes that could be cut, with their elements, traffic and conflicts; none of ``kept`` parameters.
 
-    An axis may also be in other dims of a parameter than that of its output features, which ``tied`` has.
+    ``tied`` has the dim of output features of some parameters. An axis in this dim may be in other dims of the
+    parameter as well, without excluding itself.
     """
     whole_uses = (*recording.inputs, *recording.marked_inputs, *recording.measured_in_backward)
     refused = {leaf for use in whole_uses for axis in axes.of(use) for leaf in leaves(axis)}
@@ -360,7 +375,7 @@ def _candidates(
             by_leaf[leaf].num_sent += 2 * sum(prod(sent.shape) for sent in _sent(axis_use))
             by_leaf[leaf].is_normed |= axis_use.role is Role.NORM
     for leaf in {leaf for use in recording.outputs for axis in axes.of(use) for leaf in leaves(axis)} & by_leaf.keys():
-        by_leaf[leaf].in_output = True  # it is gathered at the end: inner axes come first
+        by_leaf[leaf].in_output = True  # gathered at the end, so inner axes are preferred
     samples = axes.of_samples(recording.inputs)
     for lookup in lookups:
         index = lookup.call.operands[1]
@@ -383,7 +398,7 @@ def _candidates(
 
 
 def _sent(use: AxisUse) -> Sequence[TensorUse]:
-    """Returns the tensors of whose elements each is sent twice, counted as in an all-reduce, if the axis is cut."""
+    """Returns the tensors that are sent if the axis is cut; each element is sent twice, as an all-reduce does."""
     call = use.call
     if use.role is Role.NORM:
         return (call.results[1:] or call.results) * 2  # two statistics, and their gradients
@@ -395,16 +410,17 @@ def _sent(use: AxisUse) -> Sequence[TensorUse]:
 def _dims_of_features(recording: Recording, *, all_convolutions: bool = False) -> dict[TensorUse, int | None]:
     """Returns, for each parameter that operators use, the dim of its output features; None if it has other uses too.
 
-    Of such features a rank may hold some of its own and, beside them, others that all ranks hold, as of the key head of
-    multi-query attention in a fused layer. In other uses what all hold would be gathered, or count several times. Of
-    convolutions depthwise ones alone can do so; with ``all_convolutions`` the result has the others too.
+    A rank may hold two kinds of such features: some of its own, and some that all ranks hold, such as those of the key
+    head of multi-query attention in a fused layer. In other uses of a parameter, elements on all ranks would be
+    gathered, or count several times. Of all convolutions only depthwise ones can hold both kinds, so the result has no
+    others, except with ``all_convolutions``.
     """
     feature_dims: dict[TensorUse, int | None] = {}
     views = {use: (use, tuple(range(len(use.shape)))) for use in recording.parameters.values()}
     read = {use for call in recording.calls for use in call.operands} | set(recording.outputs)
     for call in recording.calls:
         if read.isdisjoint(call.results) and not call.written:
-            continue  # code computed it for a branch that is not taken
+            continue  # no one reads the result, e.g. of a branch not taken
         for number, operand in enumerate(call.operands):
             if operand not in views:
                 continue
@@ -422,7 +438,7 @@ def _dims_of_features(recording: Recording, *, all_convolutions: bool = False) -
 def _dim_of_features(call: RecordedCall, number: int, all_convolutions: bool) -> int | None:
     """Returns the dim of an operand of a product or a depthwise convolution that has output features, else None."""
     if call.name == "convolution" and call.args[6]:
-        return None  # a transposed one has its input channels there
+        return None  # transposed: dim 0 has the input channels
     if call.name == "convolution" and not all_convolutions and call.args[8] != call.operands[1].shape[0]:
         return None
     if call.name == "add" and len(call.operands[number].shape) != 1:
@@ -445,7 +461,7 @@ def _unsqueezed(dims: tuple[int, ...], shape: tuple[int, ...], dim: int) -> tupl
 
 def _transposed(dims: tuple[int, ...], shape: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:
     turned = list(dims)
-    if dims:  # of a number torch takes dims 0 and -1
+    if dims:  # torch allows dims 0 and -1 of a number too
         turned[one], turned[other] = dims[other], dims[one]
     return tuple(turned)
 
@@ -457,30 +473,31 @@ _TURNS: Mapping[str, Callable[..., tuple[int, ...]]] = {
     "transpose": _transposed,
     "permute": lambda dims, _, order: tuple(dims[dim] for dim in order),
 }
-"""For each operator that makes a view of a weight, a function that tells which dims of the weight the view's dims are.
+"""Functions that follow the dims of a weight through operators that make views of it, by the operator's name.
 
-It takes these dims of the tensor before, that tensor's shape, and the call's other arguments.
+A function takes the dims of the weight that the dims of the operand are, the operand's shape, and the call's other
+arguments. It returns the dims of the weight that the dims of the view are.
 """
 
 
 def _num_along(leaf: DimAxis, axis: DimAxis) -> int:
-    """Returns how many elements of an axis lie in those of its concatenated parts that contain ``leaf``."""
+    """Returns how many elements of an axis lie in the concatenated parts of it that contain ``leaf``."""
     axis = root(axis)
     if axis.parts is not None:
         return sum(_num_along(leaf, part) for part in axis.parts)
     return axis.size if leaf in set(leaves(axis)) else 0
 
 
-def _exclude_inside(axis: DimAxis, found: _Candidates) -> None:
+def _exclude_inside(axis: DimAxis, candidates: _Candidates) -> None:
     """Makes two factors of one dim exclude each other; two parts of a dim may both be cut."""
     axis = root(axis)
     if axis.factors is not None:
-        _exclude([set(leaves(factor)) & found.keys() for factor in axis.factors], found)
+        _exclude([set(leaves(factor)) & candidates.keys() for factor in axis.factors], candidates)
     for inner in axis.inner:
-        _exclude_inside(inner, found)
+        _exclude_inside(inner, candidates)
 
 
-def _exclude(groups: Sequence[set[DimAxis]], found: _Candidates) -> None:
+def _exclude(groups: Sequence[set[DimAxis]], candidates: _Candidates) -> None:
     several = [group for group in groups if group]
     if len(several) < 2:
         return
@@ -491,4 +508,4 @@ def _exclude(groups: Sequence[set[DimAxis]], found: _Candidates) -> None:
     for group in several:
         others = {leaf for leaf in every if times[leaf] > (leaf in group)}
         for leaf in group:
-            found[leaf].excludes |= others
+            candidates[leaf].excludes |= others

@@ -233,7 +233,7 @@ def cut_weight(
         if roles[axis.name] == "k":
             draft.cut(names["weight"], axis.name, 1, x.along(axis.name))
     fetches = [] if y.overlaps else _store_apart(draft, names["weight"], y, roles)
-    # key and value heads that several ranks hold: each rank's gradient is one term of a sum
+    # Where several ranks hold the same key and value heads, each rank's gradient of them is one term of a sum.
     column = Partial() if y.overlaps else Shard(-1)
     x_spec: dict[str, Any] = {
         axis: {"t": Shard(0), "h": Replicate(), "k": Shard(-1)}[role] for axis, role in roles.items()
@@ -254,8 +254,8 @@ def _store_apart(draft: PlanDraft, name: str, y: Features, roles: Mapping[str, s
     fetches: list[str] = []
     coords = draft.plan.mesh.coords([axis for axis, role in roles.items() if role == "h"])
     others = [n for n in y.names if roles[n] != "h"]
-    # the rows that a rank's product needs, by the rank's indices along the column-parallel axes; axes of role t
-    # shard these rows further
+    # For each combination of indices along the column-parallel axes: the rows of the weight that the product there
+    # needs. Axes of role t shard these rows further.
     held: dict[tuple[int, ...], Sequence[Range]] = {
         tuple(at.values()): y.held({**dict.fromkeys(y.names, 0), **at}, over=others) for at in coords
     }

@@ -90,7 +90,7 @@ def place_head(draft: PlanDraft, head: str) -> None:
     assert isinstance(layer, nn.Linear)
     use = draft.flow.uses.get(head, FeatureUse("linear"))
     start, tied = draft.mode.states(use.takes_cut), draft.is_tied(head)
-    # a tied weight is cut by rows, its vocabulary, over every axis that cuts weights
+    # a tied weight is cut by its rows (the vocabulary), over every axis that cuts weights
     states: States | None = tuple("F" if axis.stored else "T" for axis in draft.mode.axes) if tied else None
     choice = draft.mode.choose(
         (Layer(layer.in_features, layer.out_features, not use.from_input),),

@@ -122,7 +122,8 @@ class MultiheadNote(OperatorNote):
         assert attention is not None, "an attention was called"
         moved, before = self.input_moves(), self.before.rows_before
         rows = tuple(move for move in moved if move.kind == "rows")
-        # self-attention with one packed weight is one product, which gathers its input again if it did not keep it
+        # Self-attention with one packed weight runs one product. Its backward gathers the input again, unless the mode
+        # keeps gathered operands.
         again = len(attention.inputs) == len(self.projections) == 1 and not here.mode.keep
         operands = [(moved, *sizes, again and self.projections[0].name not in frozen) for sizes in attention.inputs]
         operands += [(rows, 1, attention.mask, attention.mask_learns, False)] if attention.mask else []

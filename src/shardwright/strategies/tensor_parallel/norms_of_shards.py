@@ -63,7 +63,9 @@ def layer_norm_of_shards(
 
 
 def weight_norm_of_shards(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """Returns a weight of direction ``v`` and norms ``g``, as ``torch._weight_norm`` does, where other dims are cut.
+    """Returns the weight with direction ``v`` and norms ``g``, as ``torch._weight_norm`` does, from shards.
+
+    The norms go over all dims but ``dim``; ranks hold shards of these dims.
 
     >>> v, g = torch.tensor([[3.0, 4.0]]), torch.tensor([[10.0]])
     >>> weight_norm_of_shards(v, g)
@@ -178,4 +180,4 @@ _NORMS: Mapping[Any, tuple[Callable[..., Iterable[int]], Callable[..., Any]]] = 
     torch.var_mean: (_varied_dims, var_mean_over),
     torch.std_mean: (_varied_dims, _std_mean),
 }
-"""Functions that normalize: the dims over which they go, and what computes the same where ranks hold shards of them."""
+"""For each function that normalizes: what gives the dims that it goes over, and what computes it on shards of these."""

@@ -71,7 +71,7 @@ def apply_on_shards(
             readers = stored.readers if stored is not None and stored.everywhere else ()
             held_shard = HeldShard(module, "_parameters", name, note.shards.get(whole), fetch, whole)
             by_path.setdefault("" if readers else path, []).append(held_shard)
-            # a backward runs a block again without the model around it
+            # A recomputation runs the block without the model's forward around it, so the block must gather by itself.
             for block in recomputed:
                 if any(is_inside(reader, block) for reader in readers):
                     by_path.setdefault(block, []).append(held_shard._replace(again=True))
@@ -81,7 +81,7 @@ def apply_on_shards(
             held_shard = HeldShard(module, "_buffers", name, note.shards.get(f"{path}.{name}".lstrip(".")))
             if held_shard.shard is not None:
                 by_path.setdefault(path, []).append(held_shard)
-            if kind_of(module) not in BATCH_NORMS:  # they write to theirs in place
+            if kind_of(module) not in BATCH_NORMS:  # BatchNorms write in place, and replace none
                 buffers.append(held_shard)
     again = CheckpointedCode(mode, buffers)
     if mode is not None:
@@ -164,7 +164,7 @@ def _norm_on_shards(
 
     def on_shards(input: Tensor) -> Tensor:
         shard = tagged(input)
-        if shard is not None and is_whole:  # the recorded forward does not call it
+        if shard is not None and is_whole:  # a norm that the recorded forward does not call
             with torch._C.DisableTorchFunction():
                 input = mode.whole(input)
         elif shard is None or channels is None or shard.cuts[1] != channels:

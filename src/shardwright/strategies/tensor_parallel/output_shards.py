@@ -51,7 +51,7 @@ class OutputShards:
     def __init__(self, model: nn.Module, loss: nn.Module, mode: ShardsMode, by: str, in_step: bool = False) -> None:
         self.model, self.loss, self.mode, self._in_step = model, loss, mode, in_step
         self._last = True  # whether the last output stayed in shards
-        self._taken: dict[tuple[tuple[bytes | None, ...], ...], bool] = {}  # by the cuts, whatever the other sizes
+        self._taken: dict[tuple[tuple[bytes | None, ...], ...], bool] = {}  # keyed by the cuts alone
         if not isinstance(loss, ModelLoss):
             self._on_meta = meta_copy(loss)  # a call of it changes no state of the loss
             wrap(loss, Rung.ON_SHARDS, OWN_CODE, by=by, around=partial(_on_shards, mode))
@@ -88,7 +88,7 @@ class OutputShards:
         shards = _shards_of(output)
         if not shards:
             return False
-        # a user's hook would get shards, or results without marks
+        # a user's hook would get shards, or return tensors that are not marked as shards
         if _has_any_global_hook() or has_hooks_of_user(self.model) or has_hooks_of_user(self.loss):
             return self._told(False, "a hook of the model, the loss or all modules would see shards")
         key = tuple(shard.cuts for shard in shards)
@@ -144,8 +144,8 @@ def _on_shards(mode: ShardsMode, forward: Forward) -> Forward:
 class _LossCalls(TorchFunctionMode):
     """Notes whether a loss calls ``F.cross_entropy`` with as many classes as logits that are cut have.
 
-    It also notes what shards do not allow: writes in place, hooks and gradients inside of the loss, and hooks of saved
-    tensors, by which a recomputation runs in the backward, where it would not know of the shards.
+    It also notes what shards do not allow: writes in place, hooks and gradients inside of the loss, and saved-tensor
+    hooks. The latter stand for a recomputation in the backward, which would not know that its tensors are shards.
     """
 
     def __init__(self, num_classes: int) -> None:
@@ -167,7 +167,7 @@ class _LossCalls(TorchFunctionMode):
 
 
 _OF_VALUES = frozenset((functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss))
-"""Losses of values. Called with class targets, as here, they make torch warn that these have another shape."""
+"""Losses that take values as targets. On the class targets of the trial, torch would warn of another shape."""
 
 _NEEDS_WHOLE = frozenset((Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad))
 
@@ -185,11 +185,11 @@ def _takes_classes(loss: nn.Module, output: Any, shards: list[TensorShard]) -> b
     def as_meta(x: Tensor) -> Tensor:
         shard = tagged(x)
         meta = torch.empty(x.shape if shard is None else shard.shape, dtype=x.dtype, device="meta")
-        return meta.requires_grad_(x.requires_grad).view_as(meta)  # no leaf, as an output is none: code may write to it
+        return meta.requires_grad_(x.requires_grad).view_as(meta)  # like an output no leaf, so code may write to it
 
     seen = _LossCalls(cut[0])
     try:
-        # a rehearsal's modes count what a step holds and does, of which this trial is no shard
+        # a rehearsal's modes count the tensors and operators of a step, and this trial is no part of the step
         with torch.enable_grad(), without_dispatch_modes(), on_meta(loss, guess=False):
             output = tree_map_only(Tensor, as_meta, output)
             with seen:

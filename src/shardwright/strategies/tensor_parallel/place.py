@@ -48,17 +48,18 @@ def sent(plan: Plan) -> float:
 
 
 def place(job: Job, plan: Plan, mode: Mode, apart: Mapping[str, str] = MappingProxyType({})) -> Plan:
-    """Returns the plan with all layers cut that the mode can cut.
+    """Returns the plan with every layer cut that the mode can cut.
 
     Tokens are cut in place of samples if the layout has ``/seq``, or if samples are fewer than ranks and that works.
-    ``apart`` has the layers that the job's roles keep whole and the user's do not, each with the reason.
+    ``apart`` has layers that the planner, and no role of the user, keeps whole, each with the reason; ``job.roles`` has
+    the role "copied" for them.
 
     Raises: LayoutError: no layer can be cut, an attention has fewer elements than the one axis has ranks, a role that
         the user gave to a layer does not fit, or a layer mixes the samples or tokens that the layout cuts.
     """
     row_mode = with_rows(job, plan, mode)
     if row_mode.dim == 1 and not is_asked(plan):
-        with suppress(LayoutError):  # /seq was not written: where it fails, samples are cut
+        with suppress(LayoutError):  # /seq is not written: if cutting tokens fails, samples are cut
             return _placed(job, plan, row_mode, apart)
         row_mode = mode
     return _placed(job, plan, row_mode, apart)
@@ -90,7 +91,7 @@ def _place_all_but_narrow(job: Job, mode: Mode, plan: Plan) -> Plan:
         except GridError as error:
             if error.path is None or error.path in narrow:
                 raise
-            # what stays whole changes how features flow between layers: all is placed anew
+            # a layer that stays whole changes how features flow between layers, so all layers are placed again
             narrow[error.path] = f"too small: {error.given}; every rank computes it whole"
 
 

@@ -84,9 +84,9 @@ def _read(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
 
 
 class CallHost(Protocol):
-    """What operator calls on tensor shards need of the torch function mode that runs them.
+    """The methods of a torch function mode that operator calls on tensor shards use.
 
-    That is operands converted for the call or gathered, and errors where code writes to a copy.
+    They convert operands for a call, run a call on gathered tensors, and give the error for a write to a copy.
     """
 
     axis: Axis
@@ -160,7 +160,7 @@ class _ReadyStep:
     def __init__(self, step: OperatorStep) -> None:
         self.function, self.args = step.function, filling(step.args)
         self.named = filling(step.named) if step.named else None
-        # a linear layer's backward makes a new tensor for this gradient, so the all-reduce may overwrite it
+        # the backward of a linear layer makes a new tensor for its input's gradient, so an all-reduce may overwrite it
         is_linear = step.function is functional.linear
         self.changes = [(change, is_linear and step.args[0] == Slot(change.slot)) for change in step.changes]
         self.results, self.written, self.summed = step.results, step.written, step.summed

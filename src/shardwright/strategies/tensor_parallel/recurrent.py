@@ -42,7 +42,7 @@ Shapes: gates (samples, gates * units), else (samples, units). Kinds without a c
 
 
 class RecurrentHost(CallHost, Protocol):
-    """What recurrent layers need of the torch function mode that runs them."""
+    """The methods of a torch function mode that recurrent layers on shards use."""
 
     def whole(self, x: Tensor) -> Tensor:
         """All-gathers a tensor that is a shard; any other is returned unchanged."""
@@ -103,7 +103,7 @@ class _RecurrentShard:
             outputs, of_layer, own_cells = zip(*walks, strict=True)
             x = torch.cat(outputs, -1) if ways > 1 else outputs[0]
             states += of_layer
-            if self.has_cells:  # of one layer at once: dropout between layers makes each a call of its own
+            if self.has_cells:  # gathered by layer: with dropout between, each layer is a call
                 cells.append(cut_to_whole(torch.stack(own_cells), self.axis, 2, self.sizes))
             if call.dropout and start + ways < len(call.weights):
                 x = functional.dropout(x, call.dropout)
@@ -139,7 +139,7 @@ class _RecurrentShard:
         own, whole = self._own(state), self._shared(state)
         owns, wholes = list[Tensor](), list[Tensor]()
         for now in reversed(steps) if backwards else steps:
-            rows = len(now)  # sequences that are longer come first: those that have not begun, or have ended, are last
+            rows = len(now)  # long sequences come first: those that have ended, or not begun, are left out
             of_state = functional.linear(_first(whole, rows), w_hh, *biases[1:])
             own_now, cells_now = self.step(now, of_state, _first(own, rows), _first(cells, rows))
             whole_now = cut_to_shared(own_now, self.axis, 1, self.sizes)

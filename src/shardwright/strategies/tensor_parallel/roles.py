@@ -154,7 +154,7 @@ def sent_elements(
     # this rank's part of the output before it is summed over the axes of role k
     y = num_tokens * layer.out_features / prod(a.size for a, r in zip(axes, step.roles, strict=True) if r != "k")
     outputs = list(zip(axes, step.after, step.roles, strict=True))
-    for axis, state, role in sorted(outputs, key=lambda output: output[1] == "C"):  # parts are summed before copies
+    for axis, state, role in sorted(outputs, key=lambda output: output[1] == "C"):  # reduce-scatters before all-reduces
         if role == "k":
             elements += 2 * (axis.size - 1) / axis.size * y
             y /= axis.size if state != "C" else 1

@@ -253,7 +253,7 @@ class _TokenFlow:
             known = x.layout != "unknown" and FEATURE_NORMS[norm].num_features(module) is not None
             return self._given(path, module, x._replace(features=True), known=known)
         if is_elementwise_module(module):
-            drops = isinstance(module, nn.Dropout) and x.layout == "positions"  # dropout takes dim 0 for samples
+            drops = isinstance(module, nn.Dropout) and x.layout == "positions"  # dropout would take dim 0 as samples
             return self._given(path, module, x, known=x.layout != "unknown" and not drops)
         return None
 
@@ -281,18 +281,18 @@ class _TokenFlow:
                 env[node] = self._function(path, node, values)
         raise AssertionError("a trace ends in its output")
 
-    def _function(self, path: str, node: fx.Node, given: Sequence[_TokenValue]) -> _TokenValue:
+    def _function(self, path: str, node: fx.Node, values: Sequence[_TokenValue]) -> _TokenValue:
         name = getattr(node.target, "__name__", str(node.target))
         combines = node.target in COMBINING or node.target in COMBINING_METHODS
         simple = node.target in ELEMENTWISE_FUNCTIONS or node.target in ELEMENTWISE_METHODS
         constants = [a for a in (*node.args, *node.kwargs.values()) if not isinstance(a, fx.Node)]
-        features = {value.features for value in given} - {None}
-        alike = bool(given) and len(features) < 2
-        known = alike and all(value.layout != "unknown" for value in given) and not node.kwargs.get("out")
-        if not (known and (combines or (simple and len(given) == 1))):
+        features = {value.features for value in values} - {None}
+        alike = bool(values) and len(features) < 2
+        known = alike and all(value.layout != "unknown" for value in values) and not node.kwargs.get("out")
+        if not (known and (combines or (simple and len(values) == 1))):
             raise _MixesError(path, f"a call of {name}" if node.target is not getattr else "a look at a value's shape")
         for constant in constants:
             if isinstance(constant, Tensor) and constant.dim() > int(True in features):
                 raise _MixesError(path, f"a call of {name} with a tensor of shape {list(constant.shape)}")
-        layout: Literal["tokens", "positions"] = "tokens" if any(v.layout == "tokens" for v in given) else "positions"
+        layout: Literal["tokens", "positions"] = "tokens" if any(v.layout == "tokens" for v in values) else "positions"
         return _TokenValue(layout, features.pop() if features else None)

@@ -22,8 +22,8 @@ class HeldShard(NamedTuple):
     """A module's parameter or buffer, and the shard of the whole tensor that this rank computes with.
 
     ``name`` is its name in the module, and ``shard`` is None for a whole tensor. ``fetch`` all-gathers a parameter that
-    is sharded at rest. ``whole`` is the parameter's name in the model, empty for a buffer. With ``again`` it is fetched
-    only where it is not at hand yet, as in a recomputation, which has no forward of the model around it.
+    is sharded at rest. ``whole`` is the parameter's name in the model, empty for a buffer. With ``again`` the parameter
+    is fetched only if it is not at hand yet: in a recomputation, since no forward of the model is then around it.
     """
 
     module: nn.Module
@@ -65,10 +65,10 @@ def tag_all(shards: Sequence[HeldShard]) -> None:
 
 @contextmanager
 def run_on_shards(mode: ShardsMode, buffers: Sequence[HeldShard]) -> Iterator[None]:
-    """Returns the context of ``mode``, after which buffers that code has replaced are cut as planned, or whole.
+    """Returns the context of ``mode``; when it ends, buffers that code has replaced are cut as planned, or made whole.
 
-    ``self.memory = state.detach()`` gives the module a shard where tensor parallelism cuts ``state``, which a
-    checkpoint would take for all of the buffer.
+    If tensor parallelism cuts ``state``, the code ``self.memory = state.detach()`` makes the buffer a shard, which a
+    checkpoint would mistake for the whole buffer.
 
     Traffic: for each such buffer, one all-gather for each dim that is cut otherwise than planned.
     """
@@ -85,8 +85,8 @@ def run_on_shards(mode: ShardsMode, buffers: Sequence[HeldShard]) -> Iterator[No
 class CheckpointedCode:
     """Runs the code of a checkpoint on tensor shards again, in a backward: no forward of the model is around it then.
 
-    ``fetched`` are the weights that are all-gathered around the code that runs now, each with what fetches it.
-    ``mode`` is None if only samples are cut; ``buffers`` are those that code may replace.
+    ``fetched`` are the weights that are all-gathered around the code that runs now, each with the function that gathers
+    it. ``mode`` is None if only samples are cut; ``buffers`` are the buffers that code may replace.
     """
 
     mode: ShardsMode | None
@@ -96,7 +96,8 @@ class CheckpointedCode:
     def prepared(self, inputs: Sequence[Any]) -> Callable[[Sequence[Any]], AbstractContextManager[None]]:
         """Returns what ``prepare_checkpoint`` asks for: a function that returns the context of a second run.
 
-        In it other inputs are marked as the shards that ``inputs`` are, place by place from the end.
+        In this context the inputs of the second run are tagged with the shards of ``inputs``. The two are matched from
+        the last input backwards.
         """
         shards = [tagged(value) if isinstance(value, Tensor) else None for value in inputs]
         return partial(self._again, shards, tuple(self.fetched))
@@ -124,7 +125,7 @@ class CheckpointedCode:
         try:
             for (weight, tensor), (_, fetch) in zip(before, fetched, strict=True):
                 weight.store[weight.name] = whole = fetch(tensor)
-                whole._is_param = True  # what torch and code take for a parameter
+                whole._is_param = True  # isinstance(x, nn.Parameter) is then True
                 tag(whole, weight.shard)
             yield
         finally:
@@ -137,9 +138,9 @@ class CheckpointedCode:
 class ShardsFrame:
     """The context in which a pipeline stage runs chunks of a model on tensor shards (a ``ForwardFrame``).
 
-    ``mode`` and ``output`` are None if only samples are cut. ``tags`` are the tensors to mark as shards; ``stored`` the
-    weights that are sharded at rest, by name, of which those in ``everywhere`` are read by other modules than their
-    own; ``buffers`` those that code may replace.
+    ``mode`` and ``output`` are None if only samples are cut. ``tags`` are the tensors to mark as shards, ``stored`` are
+    the weights that are sharded at rest, by name, and ``buffers`` are the buffers that code may replace. The weights in
+    ``everywhere`` are stored ones that modules other than their own read.
     """
 
     mode: ShardsMode | None
@@ -157,8 +158,8 @@ class ShardsFrame:
     def calls(self, used: Collection[str], read: Collection[str]) -> Iterator[Mapping[str, Tensor]]:
         """Returns a context in which a chunk's calls run on tensor shards; it yields all-gathered weights, by name.
 
-        Of the weights that are sharded between steps, these are the ones that functions between modules read
-        (``read``), and those ``used`` in the chunk that modules other than their own read.
+        Of the weights that are sharded between steps, it all-gathers two kinds: those that functions between modules
+        read (``read``), and those ``used`` in the chunk that modules other than their own read.
 
         Traffic: for each of these weights and each axis that shards it, one all-gather, and in the backward one
             reduce-scatter of its gradient.

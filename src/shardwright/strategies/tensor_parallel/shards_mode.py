@@ -46,9 +46,10 @@ from shardwright.strategies.tensor_parallel.recurrent import recurrent_on_shards
 from shardwright.strategies.tensor_parallel.vocabulary_on_shards import cross_entropy_on_shards, embedding_on_shards
 
 NUM_COPIES = 4
-"""The number of tensors, those used last, whose summed gradient is shared: q, k and v layers need one all-reduce.
+"""The number of most recently used tensors for which several layers share one all-reduce of the gradient.
 
-So do the cross-attentions of all layers of a decoder, for what the encoder gives: a layer uses three others in between.
+So q, k and v layers need one all-reduce for their common input. The cross-attentions of all layers of a decoder need
+one for the encoder's output: between two uses of it, a layer uses three other tensors.
 """
 
 MOST_PLANS = 20_000
@@ -69,7 +70,7 @@ _OF_MEMORY: Mapping[Any, Callable[[Tensor, TensorShard], Any]] = {
     Tensor.stride: lambda x, shard: like(x, shard.shape).stride(),
     Tensor.nbytes.__get__: lambda x, shard: prod(shard.shape) * x.element_size(),  # type: ignore[attr-defined]
 }
-"""Functions that ask for facts of a tensor's memory, with what is answered for a shard: those of the whole tensor.
+"""Functions that ask for facts of a tensor's memory, and how to compute the whole tensor's answer from a shard.
 
 Strides are those of a whole tensor whose dims lie in the same order.
 """
@@ -91,7 +92,7 @@ _OF_VOCABULARY: Mapping[Any, Callable[..., Tensor | None]] = {
     functional.cross_entropy: cross_entropy_on_shards,
     functional.embedding: embedding_on_shards,
 }
-"""Functions for which others run on shards, with sums over the ranks that hold other rows of a table, or classes."""
+"""Replacements that compute these functions on shards, with sums over the ranks that hold the other rows or classes."""
 
 _RESHAPES_IN_PLACE = frozenset(
     (Tensor.unsqueeze_, Tensor.squeeze_, Tensor.transpose_, Tensor.t_, Tensor.swapaxes_, Tensor.swapdims_)
@@ -129,7 +130,7 @@ class ShardsMode(TorchFunctionMode):
         self.num_planned = 0
         self.depth = 0
         self.prepared: Callable[..., Any] | None = None
-        """Prepares a checkpoint inside of which a function runs (``prepare_checkpoint``)."""
+        """Passed to :func:`prepare_checkpoint` when a function runs inside of a checkpoint."""
         self._saved_by: Any = None
         self._plans: dict[Any, ReadyCall] = {}
         self._gathered: list[torch.UntypedStorage] = []  # copies in this forward: what is written there is lost
@@ -157,7 +158,7 @@ class ShardsMode(TorchFunctionMode):
         named: dict[str, Any] = dict(kwargs) if kwargs else {}
         if func in _ANSWERED:
             return self._answer(func, args, named)
-        if func is torch._cudnn_rnn_flatten_weight:  # it would copy whole weights next to each other, for cuDNN alone
+        if func is torch._cudnn_rnn_flatten_weight:  # for cuDNN alone: it would copy whole weights
             return None
         if type(func) is MethodWrapperType:  # .dtype, .device, .requires_grad; views such as .T are planned
             result = func(*args, **named)
@@ -166,15 +167,15 @@ class ShardsMode(TorchFunctionMode):
         return self._call(func, args, named)
 
     def _answer(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Answers a question about a tensor: its size, what is the same of a shard, or its values, all-gathered.
+        """Answers a question about a tensor: its whole size, a fact that holds for a shard too, or its gathered values.
 
-        Any function that is no such question runs as a call on shards.
+        If none of these can answer ``func``, it runs as a call on shards.
         """
         shard = tagged(args[0]) if args and isinstance(args[0], Tensor) else None
         if shard is not None:
             size = _SIZES_OF_WHOLE.get(func)
             if size is not None and sys._getframe(2).f_globals.get("__name__") == "torch.utils.checkpoint":
-                return func(*args, **named)  # it compares the shapes of shards, here and where this mode is off
+                return func(*args, **named)  # it compares shapes with those of a run without this mode
             if size is not None:
                 return size(shard)
             if func is Tensor.size:
@@ -245,7 +246,7 @@ class ShardsMode(TorchFunctionMode):
 
         Raises PlanError for a call that writes to a shard and needs the whole.
         """
-        if func in _RESHAPES_IN_PLACE:  # its tag would still be of the shape before
+        if func in _RESHAPES_IN_PLACE:  # the tag would keep the old shape
             raise _no_write(func.__name__)
         self.num_planned += 1
         flat, spec = tree_flatten((args, named))
@@ -254,7 +255,7 @@ class ShardsMode(TorchFunctionMode):
         for x in flat:
             if isinstance(x, Tensor):
                 shard = tagged(x)
-                with without_dispatch_modes():  # a rehearsal's would count it as an activation
+                with without_dispatch_modes():  # a rehearsal would count it as an activation
                     made = on_meta.setdefault(id(x), like(x, x.shape if shard is None else shard.shape))
                 tensors.append(ShardUse(made, shard, x.requires_grad))
         device = next(x.device for x in flat if isinstance(x, Tensor))
@@ -289,7 +290,7 @@ class ShardsMode(TorchFunctionMode):
                 if not gradient_is_new and made.grad_fn is not None:
                     made.grad_fn.overwrite = False  # type: ignore[attr-defined]  # an attribute of our function
                 del self._copies[place]
-                self._copies.append(known)  # the last one used stays longest: all decoder layers read the encoder's
+                self._copies.append(known)  # now the last to be dropped
                 return made
         made = sum_gradient(x, self.axis, overwrite=gradient_is_new)
         self._copies.append((x, x._version, made))
@@ -322,9 +323,9 @@ class ShardsMode(TorchFunctionMode):
         return _chosen(x, dim, held(cut, self.axis.index))
 
     def as_shard(self, x: Tensor, shard: TensorShard | None) -> Tensor:
-        """Returns a tensor, or the tensor that it is a shard of, cut as ``shard`` says.
+        """Returns ``x``, or the whole tensor that ``x`` is a shard of, cut as ``shard`` says.
 
-        It is whole where ``shard`` is None or of another shape.
+        The result is whole if ``shard`` is None or has another shape.
 
         Traffic: one all-gather for each dim that is cut, unless ``x`` is cut as ``shard`` is.
         """

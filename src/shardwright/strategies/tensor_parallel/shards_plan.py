@@ -1,4 +1,4 @@
-"""Plans the shards on which a model runs that no pattern knows: which parameters are cut, and which stored in shards.
+"""Plans how a model whose layers are not known runs on shards: which parameters are cut, and which stored in shards.
 
 ``on_shards.py`` runs it, and ``shards_traffic.py`` states what it sends.
 """
@@ -33,28 +33,29 @@ from shardwright.strategy import check_samples_apart
 LEAST_SHARE = 0.2
 """The least share of parameter bytes that must be cut for a model to run on tensor shards; else too much is copied.
 
-Where the number comes from: of the first 103 models of docs/models.md under tp2, a record cut a third or more of each
-that it cut at all.
+Where the number comes from: of the first 103 models of docs/models.md under tp2, a record either cut nothing of a model
+or a third and more of its parameter bytes.
 """
 
 ENOUGH = 0.5
-"""Half: a plan that tensor-parallelizes less than this share of a model's FLOPs is replaced by one that does, if any.
+"""A plan for known layers that divides less than this share of a model's FLOPs gives way to a plan on shards, if any.
 
-One that cuts ``GAIN`` more of them is also taken in its place.
+The plan on shards must divide at least this share, or ``GAIN`` more than the plan for known layers.
 
 It is also the share of parameter bytes from which a model with hooks or ``nn.MultiheadAttention`` keeps the plan for
 known layers, whatever a recorded forward would cut.
-Of the models of docs/models.md the known layers cut at most 0.43 or at least 0.57, so any share in between decides the
-same there.
+In the models of docs/models.md the known layers cut at most 0.43 or at least 0.57, so any share in between decides the
+same for them.
 """
 
 GAIN = 0.2
 """A record must cut this much more of the parameter bytes than the known layers, or twice as much, to be used.
 
-Where the known layers are less than half of the FLOPs (``ENOUGH``), this much more of those is enough too.
+If the plan for known layers divides less than half of the FLOPs (``ENOUGH``), a record that divides this much more of
+the FLOPs is used too.
 
-A record then cuts, for instance, all attentions of a model beside its known MLPs. Of the models of docs/models.md a
-record cuts 0.21 more or above (the heads of every attention), or 0.19 and below (some of them).
+A record then cuts, for instance, all attentions of a model beside its known MLPs. In the models of docs/models.md a
+record gains 0.21 or more (the heads of every attention), or 0.19 or less (the heads of some).
 """
 
 
@@ -115,9 +116,9 @@ def place_on_shards(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | No
 
     It is None on one rank, if less than the share ``least`` of the parameter bytes would be cut, the forward cannot be
     recorded, the layout cuts tokens or pins roles, the user gave roles to layers, or several axes cut features. If one
-    axis cuts features, it is None for a model with backward hooks, or with autograd functions that it calls for some
-    numbers of samples alone. If an axis cuts samples, it is None for a model that reads parameters after it has
-    selected by values, as one that calls experts.
+    axis cuts features, it is also None for a model that has backward hooks, or that calls autograd functions only for
+    some batch sizes. If an axis cuts samples, it is also None for a model that chooses by tensor values which
+    parameters it reads, as a mixture of experts does.
 
     Raises: LayoutError: the layout cuts samples, and a layer mixes them.
     """
@@ -128,25 +129,26 @@ def place_on_shards(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | No
     if len(columns) > 1 or (any(axis.stream == "C" for axis in columns) and mode.row_axes):
         return None
     name = columns[0].name if columns else None
-    if columns and columns[0].size >= ALL:  # a label of one byte for each rank
+    if columns and columns[0].size >= ALL:  # cuts have one byte for the rank of an index
         return None
     try:
         run = job.graph.run
         functions = {name for recorded_run in job.graph.every_run for name in recorded_run.recording.functions}
-        functions -= run.recording.functions.keys()  # of which nothing is known where samples are many
+        functions -= run.recording.functions.keys()  # called only in runs on other batch sizes
     except Exception:  # a forward of the user's model, without values: whatever it raises, the model is not recorded
         return None
     if columns and (functions or any(m._backward_hooks or m._backward_pre_hooks for m in job.model.modules())):
         return None
     if mode.row_axes and _may_read_by_values(job.model, run.recording):
-        return None  # ranks whose samples select other experts would gather other weights
+        return None  # ranks would gather different weights, as of the experts of their samples
     cuts = graph_cuts(job.model, run.recording, run.axes, columns[0].size if columns else 1)
     if mode.row_axes:
         check_samples_apart(job.model, str(plan.layout.factor("tp")), job.graph)
         plan = cut_rows(plan, mode)
     plan, shards = (plan, {}) if name is None else _cut_shards(plan, cuts.shards, name)
     own = _owners_of(job.model)
-    # what is called for one sample after another is called as often as a rank has samples: nothing is gathered there
+    # Modules that are called once for each sample store no shards: ranks with other numbers of samples would gather
+    # other numbers of times.
     plan, stored = _store_shards(plan, cuts, mode, shards, own, run.parameters_by_sample)
     if share_cut(plan) < least:
         return None
@@ -165,9 +167,10 @@ def place_on_shards(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | No
 
 
 def _may_read_by_values(model: nn.Module, recording: Recording) -> bool:
-    """Returns whether values may decide which weights a forward reads: some are read after code has selected by values.
+    """Returns whether tensor values may decide which weights a forward reads.
 
-    Code may also have selected a path that the record has not taken: then a weight is not read at all.
+    They may if code selects by values, and the record then reads weights. They may also if the record does not read
+    some weight at all, since code may have selected a path on which another run reads it.
     """
     if not recording.selecting:
         return False
@@ -188,10 +191,10 @@ def _cut_shards(plan: Plan, shards: Mapping[str, TensorShard], axis: str) -> tup
         elif len(shard.shape) == 1:
             plan = plan.cut_buffer(name, shard.shape[0], axis, ranges)
         else:
-            continue  # it is sliced where it is used
+            continue  # the whole buffer is stored, and sliced where it is used
         cut_shards[name] = shard
         path = name.rpartition(".")[0]
-        if path in plan.statistics and path not in plan.activations:  # its statistics are those of this rank's channels
+        if path in plan.statistics and path not in plan.activations:  # the norm then has this rank's channels
             plan = plan.cut_activation(path, ActivationCut(axis, 1, shard.shape[0], ranges))
     return plan, cut_shards
 

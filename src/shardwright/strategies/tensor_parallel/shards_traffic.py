@@ -1,4 +1,4 @@
-"""States what a model sends that runs on shards of its tensors, by a rehearsal of its forward on the meta device."""
+"""States what a model that runs on tensor shards sends, by a rehearsal of its forward on the meta device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def traffic_on_shards(plan: Plan, batch: StepCalls, coord: Coord, note: ShardsNo
     Those of a microbatch are counted in a rehearsal on meta tensors; under a pipeline ``batch.sent`` has the counts.
     """
     collectives: list[Traffic] = []
-    # ranks that hold as much and gather as much from each of the others send the same
+    # ranks send the same if they hold as much, and gather as much from each other rank
     held = tuple(layout.local_shape(coord) for layout in (*plan.compute.values(), *plan.buffers.values()))
     place = tuple(coord[name] for name in note.rows[:-1])
     for number, alike in batch.kinds().items():
@@ -82,7 +82,7 @@ def _rehearsed(plan: Plan, note: ShardsNote, coord: Coord, inputs: Any) -> Sent:
     """Returns how often each collective is called in one microbatch's forward and backward, on the meta device."""
     try:
         return _rehearsed_with(plan, note, coord, inputs, guess=False)
-    except Exception:  # of the user's own code: a check that has failed, as where the forward was recorded
+    except Exception:  # e.g. a check in the user's code: then values are guessed, as in the record
         return _rehearsed_with(plan, note, coord, inputs, guess=True)
 
 

@@ -48,7 +48,7 @@ from shardwright.strategies.tensor_parallel.traffic_cuts import traffic_cuts
 from shardwright.strategy import check_own_writes
 
 SOME = 1e-9
-"""A share of the parameter bytes that is below that of any plan that cuts anything."""
+"""The least share of parameter bytes to ask for if any cut will do: every plan that cuts something reaches it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +120,8 @@ class TensorParallel:
         return with_hints(job.model, placed, [a.name for a in mode.axes if a.stream != "T"])
 
     def _placed(self, job: Job, plan: Plan, mode: Mode) -> Plan:
-        has_others = bool(mode.row_axes) and marks_in(job.example)  # layers that are known would gather its copies
-        if job.recorded or has_others:  # layers that are known could not be cut into stages
+        has_others = bool(mode.row_axes) and marks_in(job.example)  # plans for known layers would gather copies of it
+        if job.recorded or has_others:  # stages were cut from a record, so a plan on shards comes first
             on_shards = place_on_shards(job, plan, mode, SOME)
             if on_shards is not None:
                 return on_shards
@@ -141,37 +141,44 @@ class TensorParallel:
                     known = known.role(path, mode.name, "copied", f"{why}: every rank computes it whole")
         except (LayoutError, PlanError):
             on_shards = place_on_shards(job, plan, mode, SOME)
-            # a model may be mostly tables, as of positions, that no rank can share, and its work may be elsewhere
+            # a model may be mostly tables that stay whole, as of positions, so the share of work is enough too
             if on_shards is None or (share_cut(on_shards) < LEAST_SHARE and work_cut(on_shards) < ENOUGH):
                 raise
             return on_shards
         if plan.layout.factor("pp") is not None and all(axis.stream == "T" for axis in mode.axes):
-            return known  # parts would cut samples alone, which stages of known layers do too
+            return known  # on shards, too, only samples would be cut
         share = share_cut(known)
-        least = max(LEAST_SHARE, min(2 * share, share + GAIN))  # what is gained must be worth the mode
-        if READ_BY_OTHERS in apart.values():  # parts may be cut of what the layers' own forwards do not read alone
+        least = max(LEAST_SHARE, min(2 * share, share + GAIN))  # a clear gain is asked for
+        if READ_BY_OTHERS in apart.values():  # on shards, weights that other code reads may be cut too
             least = max(LEAST_SHARE, share)
         if share >= ENOUGH and any(isinstance(m, nn.MultiheadAttention) or has_hooks(m) for m in job.model.modules()):
             least = 2.0  # no gain is enough
         if all(map(is_known, job.model.modules())) and least > 1:
             return known
         on_shards = place_on_shards(job, plan, mode, least)
-        if on_shards is None and least < 2 and (work := _known_work(known, job)) < ENOUGH:  # as where tables are most
+        if on_shards is None and least < 2 and (work := _known_work(known, job)) < ENOUGH:  # e.g. most bytes are tables
             on_shards = place_on_shards(job, plan, mode, LEAST_SHARE)
             if on_shards is not None and work_cut(on_shards) < min(ENOUGH, work + GAIN):
                 on_shards = None
         return on_shards or known
 
     def _called_apart(self, job: Job, mode: Mode) -> dict[str, str]:
-        """Returns the layers that ranks may not share in the way they are called, each with the reason.
+        """Returns the layers that ranks may not share because of how they are called or read, each with the reason.
 
-        If an axis cuts samples, those are layers whose calls depend on activations, as those of experts do, and layers
-        that are called for one sample after another: ranks would call different layers, or as often as they have
-        samples, and wait for each other in their collectives. What a module calls before it selects by values is not
-        among them. Under any layout those are layers that are called inside a transform such as ``torch.vmap``, which
-        takes no autograd function of a collective, those that ``torch.func.functional_call`` calls with tensors in
-        place of their parameters, and layers whose weights other code reads, as a penalty on weights does in a forward
-        or the other members of an ensemble that no code calls.
+        Under any layout these are:
+
+        - layers that are called inside a transform such as ``torch.vmap``, which takes no autograd function of a
+          collective;
+        - layers that ``torch.func.functional_call`` calls with other tensors in place of their parameters;
+        - layers whose weights other code reads, such as a penalty on weights in a forward, or members of an ensemble
+          that are never called themselves.
+
+        If an axis cuts samples, ranks would call the following layers differently, and wait for each other in their
+        collectives:
+
+        - layers whose calls depend on activations, such as experts; not those that a module calls before it selects by
+          values;
+        - layers that are called for one sample after another.
         """
         run = record_of_own_code(job)
         if run is None:
@@ -227,11 +234,11 @@ class TensorParallel:
 
 
 READ_BY_OTHERS = "its weights are read by other code"
-"""Why a layer stays whole if its own forward is not all that reads its weights."""
+"""The reason for a layer to stay whole if code other than its own forward reads its weights."""
 
 
 def _known_work(known: Plan, job: Job) -> float:
-    """Returns the share of the FLOPs that ``known`` cuts, as a record of the forward tells; 1 if there is none."""
+    """Returns the share of the FLOPs that the plan ``known`` divides, by the recorded forward; 1 without a record."""
     run = recorded_run(job)
     return 1.0 if run is None else work_cut(replace(known, work=operator_work(known, run.recording, run.axes)))
 

@@ -15,8 +15,8 @@ Shapes: between layers an activation (B, ..., H) is (B / rows, ..., H / columns)
     are cut, and attention gathers keys and values over the axes that cut its tokens.
 Traffic: each block's layers are cut so that least is sent; the classic cut, of samples by row and output features
     by col, sends 2 [(C-1) X + (R-1) W] / (R C) elements for each layer. ``summa`` pins that cut and, as the
-    papers do, keeps no gathered operand: its backward re-gathers X and W, a factor of 3 for the 2. ``regather`` adds
-    nothing to it.
+    papers do, keeps no gathered operand: its backward re-gathers X and W, so the factor is 3 in place of 2. With
+    ``summa`` the option ``regather`` changes nothing.
 Source: van de Geijn, Watts 1997 (SUMMA); Xu et al. 2021, arXiv:2104.05343 (Optimus).
 """
 

@@ -72,7 +72,8 @@ class RankTraffic:
     def num_rows(self, rows: RowMoves, shape: Sequence[int]) -> int:
         """Returns the number of rows that the rank holds after ``rows`` of a tensor that has ``shape`` before them.
 
-        On a rank without samples a tensor that has rows is none of samples, such as one of positions.
+        If this rank has no samples, a tensor that still has rows does not hold samples (it may be one of position
+        embeddings): its rows are counted as they are.
         """
         num_before = prod(shape[:-1])
         if num_before and self.mode.dim == 0 and not self.num_held(()):
@@ -84,8 +85,8 @@ class RankTraffic:
     ) -> Iterator[Traffic]:
         """Yields the collectives of a layer's input: all-gathers, and reduce-scatters or all-reduces of its gradient.
 
-        ``moves`` are the input's collectives; before them ``rows`` and ``x`` say how its rows and features are cut.
-        With ``again`` the backward all-gathers it once more.
+        ``moves`` are the input's collectives. ``rows`` and ``x`` say how its rows and features are cut before them.
+        With ``again`` the backward all-gathers the input once more.
         """
         of_each = self.rows_each(call.x_shape)
         shape = (self.num_rows(rows, call.x_shape), width(x.held(self.coord)))

@@ -1,4 +1,4 @@
-"""Collects from a plan's notes the sizes that tensor parallelism's ``traffic`` reads, so that alike ranks are known."""
+"""Collects from a plan's notes the sizes that tensor parallelism's ``traffic`` reads, to find ranks that send alike."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardwright.strategies.tensor_parallel.shards_plan import ShardsNote
 def traffic_cuts(plan: Plan) -> TrafficCuts:
     """Returns the feature cuts and row moves in a plan's notes (its entries for modules), each once.
 
-    Where several ranks compute one head, some features are in several parts; ``AlikeRanks`` then takes every rank for
-    itself.
+    If several ranks compute one head, some features are in several parts; ``AlikeRanks`` then takes no two ranks as
+    alike.
     """
     features: dict[FeatureParts, None] = {}
     rows: dict[RowMoves, None] = {}
@@ -58,7 +58,7 @@ def _is_moves(value: tuple[Any, ...]) -> bool:
 
 
 def _shards_of(note: ShardsNote, plan: Plan) -> Iterator[FeatureParts]:
-    """Yields the cut of each sharded dim of a model that runs on tensor shards; parameters' are in the plan too."""
+    """Yields the cut of each sharded dim of the parameters and buffers of a model that runs on tensor shards."""
     if note.axis is None:
         return
     for shard in note.shards.values():

@@ -1,4 +1,4 @@
-"""Lookups in tables and cross entropies of which each rank holds some tokens or classes, wherever code calls them.
+"""Table lookups and cross entropies on shards: each rank holds some rows or classes, wherever code calls the function.
 
 ::
 
@@ -28,9 +28,9 @@ def cross_entropy_on_shards(
 ) -> Tensor | None:  # fmt: skip
     """Returns ``F.cross_entropy`` of logits whose classes are cut, or None where they have to be gathered.
 
-    They have to with weights of classes, targets that are probabilities, and where a rank holds no class, or classes
-    that lie between those of another rank, or tokens are cut. In bf16 and fp16 the sums are computed in fp32, in which
-    they stay under autocast, as torch's do.
+    They have to be gathered if classes have weights, if targets are probabilities, if tokens are cut, or if the ranks'
+    classes are not consecutive blocks, at least one class on each rank. In bf16 and fp16 the sums are computed in fp32;
+    under autocast the result stays in fp32, as torch's does.
 
     Shapes: as ``F.cross_entropy``: input (C), (N, C) or (N, C, d1, ...), target the same without the dim of classes.
     Traffic: three numbers for each token, four with label smoothing, in one all-gather; none in the backward.
@@ -51,7 +51,7 @@ def cross_entropy_on_shards(
     )  # fmt: skip
     loss = loss_N.view(target.shape) if reduction == "none" else loss_N.sum()
     loss = loss / count if reduction == "mean" else loss
-    under_autocast = not input.is_meta and torch.is_autocast_enabled(input.device.type)  # torch knows none of meta
+    under_autocast = not input.is_meta and torch.is_autocast_enabled(input.device.type)  # meta has no autocast
     return loss if under_autocast else loss.to(input.dtype)
 
 
@@ -61,7 +61,8 @@ def embedding_on_shards(
 ) -> Tensor | None:  # fmt: skip
     """Returns ``F.embedding`` from a table whose rows are cut, or None where the table has to be gathered.
 
-    It has to where rows are renormalized or their gradients scaled or sparse, and where the table is cut otherwise.
+    It has to be gathered if rows are renormalized, if their gradients are scaled or sparse, or if the table is not cut
+    into consecutive blocks of rows.
 
     Shapes: as ``F.embedding``: input (...), weight (V / cut, H); returns (..., H), whole.
     Traffic: one all-reduce of the result; none in the backward.

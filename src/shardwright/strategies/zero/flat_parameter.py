@@ -116,9 +116,10 @@ class FlatParameter:
     # ---- parameters
 
     def take_assigned(self) -> None:
-        """Copies what code has assigned to ``.data`` of sharded parameters to the shard, of which they are views again.
+        """Copies tensors that code has assigned to ``.data`` of sharded parameters to the shard; restores the views.
 
-        The shard is what ranks all-gather: without this the assigned values would train, and compute nothing.
+        Ranks all-gather the shard. Without this copy the optimizer would update the assigned tensors, but the forward
+        would not use them.
 
         Raises: PlanError: they have another dtype or shape.
         """
@@ -146,7 +147,7 @@ class FlatParameter:
         if self.unsharded is None:
             self.unsharded = self._placeholder.new_empty(sum(self.sizes))
         if not self._shard_in_buffer:
-            # rounds master weights, on the device: a copy from the host that also rounds would block
+            # Rounds master weights. Offloaded ones are moved to the device first, since a copy that rounds would block.
             self.unsharded[slice(*self.shard_range)].copy_(self.shard.to(self.unsharded.device, non_blocking=True))
             if self._storage is not None:
                 self._storage.put_away([self.shard])
@@ -186,8 +187,8 @@ class FlatParameter:
         With ``keeps_buffer`` the buffer stays allocated. The memory of a freed buffer is returned when no view of it is
         left; autograd keeps none, because :meth:`Prefetcher.pack` replaces the views that it saves.
 
-        Raises: PlanError: other code has written to a parameter since it was unsharded, which the shard does not have.
-            Into a buffer that the shard is part of code may write, but not replace a parameter's tensor.
+        Raises: PlanError: other code has written to a parameter since it was unsharded, and the shard lacks what was
+            written. If the shard is a part of the buffer, code may write to parameters, but not replace their tensors.
         """
         for number, (name, parameter) in enumerate(self.parameters.items()):
             if isinstance(parameter, ShardedParameter):
@@ -279,7 +280,7 @@ class FlatParameter:
         self.shard_gradient, self.unreached = None, set(self.parameters)
         self._accumulated.clear()
         self._sums = None
-        with torch._C.DisableTorchFunctionSubclass():  # of the shards, those that are published stay
+        with torch._C.DisableTorchFunctionSubclass():  # clears no .grad of shards: published ones stay
             for parameter in self.parameters.values():
                 parameter.grad = None
 

@@ -36,7 +36,7 @@ _StateKey = tuple[FlatParameter, str, torch.dtype]
 """The key of one tensor of optimizer state: the flat parameter, the state's name (``exp_avg``), the dtype."""
 
 _NO_GROUP = -1
-"""Stands for a group's index, for parameters that the optimizer steps and that are not offloaded."""
+"""In place of a group's index: the parameters that the optimizer steps and that are not offloaded."""
 
 
 class _BackwardUpdates:
@@ -145,7 +145,7 @@ class OffloadedState:
         Gradients are first multiplied by ``factor``, a tensor of one element, and set to None after the update.
         """
         self._updated.clear()
-        factor = factor if factor.is_meta else factor.to("cpu", non_blocking=True)  # it comes with the gradients
+        factor = factor if factor.is_meta else factor.to("cpu", non_blocking=True)  # copied before the gradients are
         self._updates = _BackwardUpdates(optimizer, factor)
 
     def gradients_published(self, name: str) -> None:
@@ -156,7 +156,7 @@ class OffloadedState:
         """
         if self._updates is not None:
             index = self._indices[name]
-            for flat in self._groups[index]:  # before the thread writes: from now on its shards are the next step's
+            for flat in self._groups[index]:  # before the thread writes the next step's values
                 flat.update_state = UpdateState.SHARD_UPDATED
             self._updates.wait()
             arrived = host_arrival(self.storage.device)
@@ -205,7 +205,7 @@ class OffloadedState:
         if home is None or home.dtype != dtype:
             flat, (start, stop) = self._flat_of[parameter]
             state = flat, key, dtype
-            if state not in self._states:  # state that attach() has not found by its probe
+            if state not in self._states:  # the trial step in attach() did not make this state
                 self._states[state] = self.storage.empty(flat.shard.numel(), dtype)
             home = self._homes[parameter, key] = self._states[state][start:stop]
         return home

@@ -194,7 +194,8 @@ class Prefetcher:
             self.in_action = False
         if forward:
             self._orders[True, action.chunk] = tuple(dict.fromkeys(self._used))
-            # what is held comes first: where in the backward it is used first the forward does not say
+            # Groups that are held come first, because the order of the forward does not tell when the backward first
+            # uses them.
             backward = sorted(
                 dict.fromkeys(reversed(self._used)), key=lambda group: group.hold is not UnshardHold.EVERY_ACTION
             )
@@ -231,14 +232,14 @@ class Prefetcher:
         if group is self._current:
             return
         self._used.append(group)
-        with outside_transforms():  # parameters are whole for the code inside of one too
+        with outside_transforms():  # code inside a transform may read parameters too
             self._make_current(group)
 
     def _make_current(self, group: ShardedGroup) -> None:
         if group.state is UnshardStatus.UNSHARDED:
             self._current = group
         elif not self.reshard_after_use:
-            if group in self._expected:  # with all groups before it, so that the order of calls is the plan's
+            if group in self._expected:  # with the groups before it, in the plan's order
                 self._unshard_until(self._expected.index(group) + 1 + self.num_prefetch)
             self._wait_for_unshard(group)
         elif group in self._expected[self._position :]:

@@ -70,7 +70,7 @@ class ShardedParameter(nn.Parameter):
     ) -> Any:  # fmt: skip
         """Runs ``func`` if it reads nothing but metadata. Raises ShardError for anything else.
 
-        A gradient that is dropped (``.grad = None``) is dropped of the shard, which the optimizer updates.
+        Dropping the gradient (``.grad = None``) drops that of the shard, which the optimizer updates.
         """
         drops = func == DROP_GRAD or (func == SET_GRAD and args[1] is None)
         if not drops and func not in _ALLOWED:
@@ -85,10 +85,10 @@ class ShardedParameter(nn.Parameter):
 
 
 class GatheredParameter(ProxyParameter):
-    """A parameter of a run's model that code has read as an attribute between steps: whole, for as long as that lasts.
+    """A parameter of a run's model that code has read as an attribute between steps: it is whole until it is resharded.
 
-    Its gradient is that of the shard, as a :class:`ShardedParameter`'s is: it is dropped there, and not read or set
-    here. Attributes as there.
+    Its gradient is on the shard, as with :class:`ShardedParameter`. Dropping the gradient here drops that of the shard;
+    reading or setting it is an error. The attributes are those of :class:`ShardedParameter`.
     """
 
     path: str
@@ -101,7 +101,7 @@ class GatheredParameter(ProxyParameter):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
-        """Runs ``func``. Raises ShardError where it reads or sets the gradient, or writes into what would be lost."""
+        """Runs ``func``. Raises ShardError if it reads or sets the gradient, or makes a write that would be lost."""
         own = args[0] if args and isinstance(args[0], GatheredParameter) else None
         if own is not None and func == SET_GRAD and args[1] is not None:
             _refuse(func, args)
@@ -112,7 +112,7 @@ class GatheredParameter(ProxyParameter):
             if own is not None and func == GRAD and result is None and getattr(own.shard, "grad", None) is not None:
                 _refuse(func, args)
             if own is not None and func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
-                result = result.as_subclass(GatheredParameter)  # nn.Parameter(p) wants the class of what it is given
+                result = result.as_subclass(GatheredParameter)  # nn.Parameter(p) expects a result of p's class
                 vars(result).update(vars(own))
             if own is not None and func == DATA and not own.keeps_writes:
                 return ReadOnlyData.of(result, partial(_lost_data, own.path))
@@ -134,7 +134,7 @@ def _refuse(func: Callable[..., Any], args: Sequence[Any]) -> None:
     leaves = [leaf for arg in args for leaf in (arg if isinstance(arg, list | tuple) else [arg])]
     kinds = ShardedParameter | GatheredParameter
     path = next((leaf.path for leaf in leaves if isinstance(leaf, kinds)), "a parameter")
-    if func in (GRAD, SET_GRAD):  # a new object each time
+    if func in (GRAD, SET_GRAD):  # by ==: torch passes a new object each time
         fix = f"write run.parameters['{path}'].grad; to clip, write run.clip_grad_norm_(max_norm)"
     else:
         fix = (

@@ -60,7 +60,7 @@ class _UnshardingParameters(dict[str, Any]):
     ) -> None:
         super().__init__(parameters)
         self.groups, self.prefetcher = groups, prefetcher
-        self.read: list[set[ShardedGroup]] = []  # by each call of the module's forward that runs
+        self.read: list[set[ShardedGroup]] = []  # for each running forward: the groups it has read
 
     def __getitem__(self, name: str) -> Any:
         if name in self.groups and not torch.compiler.is_dynamo_compiling():  # a compiled block holds its groups
@@ -141,7 +141,7 @@ class FSDPState:
         self._completed_in = {name: min(chunks[name]) for name, members in reversed(self.trained.items()) if members}
         self._world, self._groups = world, plan.mesh.groups(axis.name)
         self._last_forward = Action("F", self.num_microbatches - 1) if plan.schedule is None else None
-        self._comparisons: list[PendingDifference] = []  # under way
+        self._comparisons: list[PendingDifference] = []  # all-reduces under way
         self._reads_early = world.device.type in ("cpu", "meta")  # an accelerator's host waits once a step, at its end
         self._due: list[str] = []  # groups of this action's chunk that are still to be reduced, in order
         self._ready: list[str] = []  # groups with gradients that wait for groups before them in the order
@@ -205,14 +205,15 @@ class FSDPState:
         self._due = [name for name, chunk in self._completed_in.items() if chunk == action.chunk]
         with self.prefetcher.during(action):
             yield
-            # Groups that waited in vain for one before them, which this rank's samples did not use.
+            # These groups waited for an earlier group in the order, which this rank's samples did not use.
             self._start_reductions(sorted(self._ready, key=list(self._completed_in).index))
         if not torch.is_grad_enabled():
             self._evaluated = True
             if self.offloaded is not None:
-                host_arrival(self._world.device)()  # code that follows may write into the shards that are being copied
+                host_arrival(self._world.device)()  # later code may write into shards that are still copied
         elif action == self._last_forward:
-            # On a CPU finished before the first reduce-scatter, which else would sum gradients of different groups.
+            # On a CPU the comparison is finished before the first reduce-scatter: else that could sum gradients of
+            # different groups.
             self._start_comparison()
 
     # ---- comparing the ranks' calls
@@ -223,7 +224,7 @@ class FSDPState:
         Each rank unshards the groups that its own forward uses. Ranks whose forwards differ would compute with other
         groups' values of the same size, and no collective would fail.
         """
-        if self.reshard_after_use:  # else the order is the plan's
+        if self.reshard_after_use:  # in stages 1 and 2 the plan fixes the order
             started = compare_async(self._world, self.prefetcher.calls, self._groups)
             self._comparisons += [] if started is None else [started]
             self.prefetcher.calls.clear()
@@ -257,7 +258,7 @@ class FSDPState:
         """
         for _, reducing in self._reducing:
             for _, pending in reducing:
-                pending.wait()  # its memory is shared with other ranks until then
+                pending.wait()  # until then other ranks may read its memory
         self._reducing.clear()
         self._ready.clear()
         self._microbatches_left.clear()
@@ -268,7 +269,7 @@ class FSDPState:
         self.prefetcher.end_action()
         self._take_assigned()
         if any(flat.update_state is not UpdateState.NOT_UPDATED for flat in trained):
-            self._after_optimizer()  # the failed step has updated some groups, and they stay updated
+            self._after_optimizer()  # groups that the failed step has updated stay so
         elif self._may_be_stale:
             self.prefetcher.shards_changed()
         if self._evaluated:
@@ -390,8 +391,8 @@ def _sharded_groups(model: nn.Module, plan: Plan, flats: _Flats) -> Mapping[str,
     return groups
 
 
-def _different_orders(found: Difference) -> PlanError:
-    line, rank, call, other, other_call = found
+def _different_orders(difference: Difference) -> PlanError:
+    line, rank, call, other, other_call = difference
     return PlanError(
         "ranks use the model's param groups in different orders, so their all-gathers do not match",
         given=f"call {line} of rank {rank} is {call}, of rank {other} {other_call}",

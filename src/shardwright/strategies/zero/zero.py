@@ -21,9 +21,9 @@ are mapped into memory. Both update one param group at a time, so that one group
 Shapes: a sharded parameter, its gradient and its optimizer state are 1-D: the elements of the parameter that are in
     this rank's shard of its flat sequence. Some ranks may have none of them.
 Traffic: for each flat sequence of P elements, stage 1 one all-gather and one reduce-scatter; stage 2 one all-gather
-    and m reduce-scatters; stage 3 in each microbatch one all-gather forward, one backward and one reduce-scatter (a
-    sequence that two chunks of one stage use is gathered for each, and one that a forward uses again after many others
-    for each use). Frozen parameters are gathered and not reduced.
+    and m reduce-scatters; stage 3 in each microbatch one all-gather forward, one backward and one reduce-scatter. In
+    stage 3 a sequence that two chunks of one stage use is gathered for each of them, and a sequence that a forward uses
+    again after many others is gathered for each use. Frozen parameters are gathered and not reduced.
     Stages 1 and 2 gather also the groups that a forward does not use. In stage 3 ranks compare their calls, once a
     step, in one or two all-reduces of two numbers for each set of ranks with shards (recorded under ``core``).
 Raises: PlanError, in stage 3, on every rank: ranks that share shards use param groups in different orders.
@@ -150,7 +150,7 @@ class Zero:
         return tuple(collectives)
 
     def traffic_cuts(self, plan: Plan) -> TrafficCuts:
-        """Returns no cuts: messages have the sizes of unsharded parameters, in the plan, and equal along the axis."""
+        """Returns no cuts: messages have the sizes of unsharded parameters, which the plan has, equal along ``dp``."""
         return TrafficCuts()
 
 
@@ -162,12 +162,13 @@ def _groups(plan: Plan, stage: int, at: Coord | None = None) -> tuple[FlatGroup,
 def _groups_as_used(job: Job, plan: Plan) -> tuple[ParamGroup, ...]:
     """Returns the param groups as the forward uses them, with how often each is unsharded.
 
-    Modules that select by values, such as a mixture's experts, are merged into one group: ranks whose samples use other
-    experts would unshard other groups. If a model does not run on the meta device, its forward is not known: then such
-    ranks raise, and ``traffic`` states one use of each group.
+    Parameters inside a module that selects by values, such as a mixture of experts, are merged into one group. In
+    groups of their own, ranks whose samples use different experts would unshard different groups. If a model does not
+    run on the meta device, its forward is not known: then such ranks raise an error, and ``traffic`` states one use of
+    each group.
     """
     recording: Recording | None = None
-    with suppress(Exception):  # of the user's forward, without values
+    with suppress(Exception):  # the user's forward may raise anything on meta tensors
         recording = job.graph.run.recording if job.graph is not None and len(plan.param_groups) > 1 else None
     groups = merge_groups(plan.param_groups, recording.selecting if recording is not None else ())
     forwards: list[Iterable[UseEvent]] = [recording.uses] if recording is not None else []
@@ -177,7 +178,8 @@ def _groups_as_used(job: Job, plan: Plan) -> tuple[ParamGroup, ...]:
     sizes = {name: prod(layout.shape) * plan.compute_dtypes[name].itemsize for name, layout in plan.compute.items()}
     users = Counter(name for _, _, _, name in owners(job.model))
     shared = [name for name, number in users.items() if number > 1 and plan.stages is None]
-    # a chunk may have one of several uses: what is held is gathered once in each chunk
+    # The uses of a parameter may lie in different chunks. With ``holds`` each of these chunks gathers its group once
+    # and keeps it until the chunk has run.
     return count_gathers(groups, forwards, sizes, shared=shared, holds=plan.stages is not None)
 
 

@@ -89,7 +89,9 @@ def _cuts(
 def _bytes(
     cuts: Mapping[int, ChunkTimes], memory: ChunkMemory | Sequence[ChunkMemory] | None, limit_bytes: int | None
 ) -> dict[int, ChunkMemory]:
-    """Returns the chunks' bytes by number of chunks; without a limit, a microbatch has one total in every cut.
+    """Returns the chunks' bytes by number of chunks.
+
+    Without ``memory`` and a limit, chunks of one cut are equal, and a microbatch has the same total bytes in every cut.
 
     Raises LayoutError if the bytes of a cut are missing.
     """
@@ -128,7 +130,7 @@ def _preferences(
 ) -> Iterator[tuple[tuple[int, ...], SchedulingRules]]:
     """Yields pairs (stage of each chunk, preferences of the greedy scheduler) to try, most promising first."""
     most = per_stage * num_microbatches
-    after = range(num_stages, 0, -1)  # for each stage, how many there are from it on
+    after = range(num_stages, 0, -1)  # for each stage, how many stages follow, itself included
     full = per_stage * num_stages
     if per_stage == 1:  # the limits of ZB-H2 and 1F1B come first
         placements = [round_robin(num_stages, 1)]
