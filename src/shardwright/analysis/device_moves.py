@@ -238,21 +238,21 @@ class IgnoresDeviceMoves(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._device, self._instead = device, instead
+        self._others = frozenset((*_BACKWARDS, *_MOVES, *instead))
         self._on_meta: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # the shortcut for most calls, reads of x.shape and the like included
+        if not kwargs and len(args) == 1 and type(args[0]) in _PLAIN and func not in self._others:
+            return func(*args)
         if func in _BACKWARDS:
             with self:  # a checkpoint may run code of the forward again in the backward
                 return _BACKWARDS[func](*args, **(kwargs or {}))
-        # the shortcut for most calls, reads of x.shape and the like included
-        is_replaced = func in self._instead
-        if not kwargs and len(args) == 1 and type(args[0]) in _PLAIN and func not in _MOVES and not is_replaced:
-            return func(*args)
         named = dict(kwargs or {})
         if func not in _MOVES:
-            func = self._instead[func] if is_replaced else func
+            func = self._instead.get(func, func)
             tensors = tensors_of((args, named) if named else args)
             if self._are_mixed(tensors) and func not in TAKES_GRADIENT:
                 if self._device.type == "meta" and _writes(func):

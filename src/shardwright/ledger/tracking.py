@@ -202,6 +202,8 @@ class Tracker(TorchDispatchMode):
 
     def run(self, function: Any, args: Any, named: Mapping[str, Any]) -> Any:
         """Runs an operator, tracks the storages that it allocates or resizes, and returns its results."""
+        if function.is_view:
+            return self._run_operator(function, args, named)
         self._remove_freed()
         tensors = tensors_of((args, named) if named else args)
         for tensor in tensors:
