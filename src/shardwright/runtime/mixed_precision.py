@@ -96,8 +96,7 @@ class MasterWeights:
             parameter.__class__ = self._marked
 
     def _after_optimizer(self) -> None:
-        self._may_be_stale = False
-        self._round()
+        self._round()  # code may write through .data after the update too, so that the next step rounds anew
 
     @torch.no_grad()
     def _move_gradients(self, names: Collection[str]) -> None:

@@ -274,7 +274,7 @@ class Accelerator:
         self._num_batches = int(extra.get("batches", 0))
 
     def _take_back_rates(self) -> None:
-        """Gives the script's own optimizer the loaded rates: many schedules compute the next rate from the last."""
+        """Gives the script's own optimizer the options of the prepared one: many schedules go on from the last rate."""
         if self._optimizer is None or self._former is None:
             return
         for group in self._optimizer.param_groups:
@@ -389,8 +389,10 @@ class DeferredOutput:
         targets = more_args[0] if more_args else options.pop("target", None)
         if kind is None or not isinstance(output, DeferredOutput) or len(more_args) > 1:
             raise _too_early(getattr(function, "__name__", str(function)))
-        takes = inspect.signature(kind).parameters
-        settings = {key: value for key, value in options.items() if key in takes and value is not None}
+        takes, options = inspect.signature(kind).parameters, {k: v for k, v in options.items() if v is not None}
+        if lacking := options.keys() - takes.keys():
+            raise _too_early(f"{function.__name__}(..., {min(lacking)}=...)")
+        settings = options
         return output.model.take_step(output.inputs, targets, as_loss(kind(**settings)))
 
     def __getattr__(self, name: str) -> Any:
@@ -432,6 +434,7 @@ class StepSchedule:
         """Steps the schedule, unless gradients are being accumulated, and passes its rates on to the optimizer."""
         if not self.accelerator.sync_gradients:
             return
+        self.accelerator._take_back_rates()  # the script may have set options of the prepared optimizer
         self.scheduler.optimizer._opt_called = True  # torch warns of a schedule that steps before its optimizer
         self.scheduler.step(*args, **named)
         self._pass_on()

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.arguments import arguments_given, bind
 from shardwright.analysis.call_graph import ChunkedModel, Edge, PreparedNode, prepare, run
+from shardwright.analysis.own_attributes import own_attributes
 from shardwright.analysis.same_results import difference_from_forward
 from shardwright.errors import PlanError, UnknownCodeError
 from shardwright.plan.schedule import Schedule
@@ -65,6 +66,15 @@ class Stage(PipelineStage[Stages]):
     _codes: dict[object, StageCode] = field(default_factory=dict)
     _code: StageCode | None = None
     _by_value: set[tuple[str, ...]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._planned = {
+            (path, name): (value, _settings_in(value))
+            for path, module in self.model.named_modules()
+            for name, value in own_attributes(module).items()
+        }
+        """The attributes that the model had when it was planned, with the plain values in each: code that no batch has
+        run yet is traced with these, unless they have been set since."""
 
     def expect(
         self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]], *, announced: bool = False
@@ -190,11 +200,7 @@ class Stage(PipelineStage[Stages]):
         key = (arguments, tuple(module.training for module in self.model.modules()))
         code = self._codes.get(key)
         if code is not None and (changed := self._changed_attributes(code)):
-            for path, name in changed:
-                value = getattr(self.model.get_submodule(path), name)
-                if not isinstance(value, PLAIN) and value is not code.attributes[path, name]:
-                    raise _attribute_changed(path, name)
-                setattr(self.stages.model.get_submodule(path), name, value)
+            self._take_over({key: code.attributes[key] for key in changed})
             self._codes.clear()
             code = None
         if code is not None:
@@ -211,19 +217,38 @@ class Stage(PipelineStage[Stages]):
 
     def _changed_attributes(self, code: StageCode) -> list[tuple[str, str]]:
         """Returns (module path, attribute name) of each attribute whose value has changed since the code was traced."""
-        changed_attributes = []
-        for (path, name), before in code.attributes.items():
-            now = getattr(self.model.get_submodule(path), name, None)
-            is_equal = now is before or (isinstance(now, PLAIN) and type(now) is type(before) and now == before)
-            if not is_equal or ((path, name) in code.settings and code.settings[path, name] != _settings_in(now)):
-                changed_attributes.append((path, name))
-        return changed_attributes
+        return [
+            key for key, before in code.attributes.items() if self._differs(key, before, code.settings.get(key, {}))
+        ]
+
+    def _differs(self, key: tuple[str, str], before: Any, settings: Mapping[str, Any]) -> bool:
+        """Returns whether an attribute of a module is no longer what it was, or no longer has these plain values."""
+        now = getattr(self.model.get_submodule(key[0]), key[1], None)
+        is_equal = now is before or (isinstance(now, PLAIN) and type(now) is type(before) and now == before)
+        return not is_equal or bool(settings and settings != _settings_in(now))
+
+    def _take_over(self, before: Mapping[tuple[str, str], Any]) -> None:
+        """Gives the model whose code is traced the new values of attributes that had the values ``before``.
+
+        Raises: PlanError: a new value is neither a number, a string, a tuple nor None.
+        """
+        for (path, name), old in before.items():
+            value = getattr(self.model.get_submodule(path), name)
+            if not isinstance(value, PLAIN) and value is not old:
+                raise _attribute_changed(path, name)
+            setattr(self.stages.model.get_submodule(path), name, value)
+            self._planned[path, name] = value, _settings_in(value)
 
     def _read_code(self, arguments: tuple[str, ...], inputs: Any) -> StageCode:
-        chunked = self.stages.with_arguments(arguments)
+        chunked, is_planned = self.stages.with_arguments(arguments), True
+        while changed := [
+            key for key in chunked.attributes if key in self._planned and self._differs(key, *self._planned[key])
+        ]:  # set since the model was planned, and before this code is first run
+            self._take_over({key: self._planned[key][0] for key in changed})
+            chunked, is_planned = self.stages.with_arguments(arguments), False
         modes = tuple(module.training for module in self.stages.model.modules())
         # Planning has checked the first code against the forward. Code that is read later may differ, so it is checked.
-        is_known = not self._compared and (arguments, modes) == self.stages.compared
+        is_known = is_planned and not self._compared and (arguments, modes) == self.stages.compared
         if not is_known and (why := difference_from_forward(self.stages.model, chunked, inputs)):
             raise not_followed(self.stages.model, why, has_example=self.stages.compared is not None)
         attributes = {

@@ -149,6 +149,7 @@ class FSDPState:
         self._reducing: list[tuple[str, list[tuple[FlatParameter, Pending[Tensor]]]]] = []
         self._published: set[str] = set()
         self._may_be_stale = self._evaluated = False
+        self._versions = self._versions_now()
         self._hook(model)
 
     def applied(self) -> AppliedStrategy:
@@ -270,13 +271,23 @@ class FSDPState:
         self._take_assigned()
         if any(flat.update_state is not UpdateState.NOT_UPDATED for flat in trained):
             self._after_optimizer()  # groups that the failed step has updated stay so
-        elif self._may_be_stale:
+        elif self._may_be_stale or self._versions != self._versions_now() or self._steps_after_evaluation():
             self.prefetcher.shards_changed()
+        self._versions = self._versions_now()
         if self._evaluated:
             self._evaluated = False
             self._start_comparison()
         self.prefetcher.calls.clear()
         self._finish_comparisons()
+
+    def _versions_now(self) -> list[int]:
+        """Returns numbers of which one changes when code writes to a shard, as to ``run.parameters`` after a step."""
+        flats = (flat for group in self.groups.values() for flat in group.flats)
+        return [0 if p.is_inference() else p._version for flat in flats for p in flat.sharded_parameters.values()]
+
+    def _steps_after_evaluation(self) -> bool:
+        """Returns whether a step follows an evaluation, since which code may have written through ``.data``."""
+        return self._evaluated and torch.is_grad_enabled()
 
     # ---- gradients
 
