@@ -18,7 +18,18 @@ def nodes_behind(tensors: Iterable[Tensor]) -> list[Any]:
     >>> [node.name() for node in nodes_behind([(x * 2).exp()])]
     ['ExpBackward0', 'MulBackward0', 'torch::autograd::AccumulateGrad']
     """
-    to_visit: list[Any] = [tensor.grad_fn for tensor in tensors]
+    return nodes_from(tensor.grad_fn for tensor in tensors)
+
+
+def nodes_from(starts: Iterable[Any]) -> list[Any]:
+    """Returns every autograd node that ``starts`` lead to, themselves included, each once; None adds none.
+
+    >>> import torch
+    >>> y = torch.ones(1, requires_grad=True) * 2
+    >>> [node.name() for node in nodes_from([y.grad_fn, None])]
+    ['MulBackward0', 'torch::autograd::AccumulateGrad']
+    """
+    to_visit = [*starts]
     nodes: dict[Any, None] = {}
     while to_visit:
         node = to_visit.pop()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardwright.analysis.device_moves import ignore_device_moves
-from shardwright.analysis.in_place_writes import follow_writes, name_of, written_by
+from shardwright.analysis.in_place_writes import follow_writes, name_of, writes_first, written_by
 from shardwright.analysis.structure import trace
 from shardwright.analysis.tracer import ATTRIBUTES, NO_GRADIENT, line_of
 from shardwright.errors import LayoutError, UnknownCodeError
@@ -271,6 +271,14 @@ def read_graph(
     names = {id(tensor): name for name, tensor in _tensors(model)}
     for node in list(graph.nodes):
         _read_weights(node, names)
+    for node in graph.nodes:  # a constant is made once, when the code is traced, and would keep what a forward writes
+        if node.args and isinstance(node.args[0], Tensor) and writes_first(node):
+            raise UnknownCodeError(
+                f"the code of {type(model).__name__} writes into a tensor that it makes without the inputs",
+                given=f"a call of {name_of(node)} on a constant",
+                allowed="such a write on a tensor made from the inputs, as x.new_zeros(...) makes it",
+                fix="write x.new_zeros(...) in place of torch.zeros(...), or the result into a new tensor",
+            )
     follow_writes(graph, model)
     for node in graph.nodes:
         written = written_by(node, model)

@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-from shardwright.analysis.autograd_graph import nodes_behind
+from shardwright.analysis.autograd_graph import nodes_behind, nodes_from
 from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.costs import Cost, CostCounting
 from shardwright.analysis.device_moves import TAKES_GRADIENT, call_on_meta
@@ -167,6 +167,8 @@ class _ForwardRecorder(TorchFunctionMode):
         self._code_of_call: CodeType | None = None
         # by the frame of a checkpoint: the module that calls it, and the modules or functions that it calls
         self._checkpoints: dict[FrameType, tuple[str, list[str]]] = {}
+        # storages of tensors without a name into which events have written, with a tensor that keeps each alive
+        self._written_free: dict[int, Tensor] = {}
         self._functions: set[Any] = set()  # autograd's nodes of calls of the user's own autograd functions
 
     def _name(self, tensor: Tensor) -> ValueName | str | None:
@@ -318,6 +320,8 @@ class _ForwardRecorder(TorchFunctionMode):
         elif weight is not None and self.names.of(tensor) is None:
             self.record.shared_buffers.add(weight)
         mark = value_mark(tensor)
+        if mark is None and weight is None and tensor.untyped_storage()._cdata in self._written_free:
+            self.record.own_backward.add(self._running[-1][0])  # an alias, of which other stages lack the new values
         if mark is None or mark[0][0] > here:  # a higher number is a mark of an earlier record, on a kept tensor
             return
         (maker, place), version = mark
@@ -347,6 +351,9 @@ class _ForwardRecorder(TorchFunctionMode):
             if isinstance(leaf, Tensor) and id(leaf) not in specs:  # a tensor that is returned twice is one value
                 specs[id(leaf)] = self._spec(leaf, (here, place))
             entries.append(specs[id(leaf)] if isinstance(leaf, Tensor) else leaf)
+        for place in written:
+            if takes[place] is None:
+                self._written_free[operands[place].untyped_storage()._cdata] = operands[place]
         changed = tuple((place, self._spec(operands[place], (here, len(leaves) + place))) for place in written)
         event = ForwardEvent(name, number, takes, tree, plain, tuple(entries), changed, reads, cost, raised)
         self.record.events.append(event)
@@ -462,9 +469,13 @@ class _ForwardRecorder(TorchFunctionMode):
         # a write to a view gives it a new node, which does not lead to the view's earlier node
         for event in reversed(self.record.events):
             before = (event.takes[place] for place, spec in event.written if spec.name in learning)
-            learning.update(
+            added = {
                 name for name in before if isinstance(name, tuple) and self.record.specs[name].needs_gradient
-            )
+            } - learning
+            if added:  # and all that these were computed from, which the new node does not lead to either
+                behind.update(nodes_from(self._made[name] for name in added))
+                learning |= added
+                learning.update(name for name, node in self._made.items() if node is not None and node in behind)
         self.record.learning = frozenset(learning)
         for caller, called in self._checkpoints.values():
             self.record.checkpointed.add(called[0] if len(called) == 1 and called[0] else caller)

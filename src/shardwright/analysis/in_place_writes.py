@@ -69,6 +69,14 @@ def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
     return first if in_place else None
 
 
+def writes_first(node: fx.Node) -> bool:
+    """Returns whether a node calls a function or method that writes into its first argument."""
+    name = name_of(node)
+    if getattr(node.target, "__module__", "") == operator.add.__module__:
+        return name in OPERATORS or node.target is operator.setitem
+    return (name.endswith("_") and not name.endswith("__") and name not in MARKS) or node.kwargs.get("inplace") is True
+
+
 def follow_writes(graph: fx.Graph, model: nn.Module) -> None:
     """Changes an fx graph so that reads of a value after an in-place write to it use the result of the write.
 

@@ -475,16 +475,20 @@ def _sdpa(call: RecordedCall, a: DimLetters) -> Any:
     q, k, v = (call.args + tuple(call.named.get(n) for n in ("query", "key", "value")[len(call.args) :]))[:3]
     mask = call.argument(3, "attn_mask")
     causal = call.argument(5, "is_causal", False)
-    batch = a.of(q.shape[:-2])
+    batch = a.of(call.results[0].shape[:-2])
     kv = batch
-    if q.shape[-3:-2] != k.shape[-3:-2] and len(q.shape) >= 3 and k.shape[-3] != 1:
+    if q.shape[-3:-2] != k.shape[-3:-2] and len(q.shape) >= 3 and 1 not in (q.shape[-3], k.shape[-3]):
         group = a.new(k.shape[-3])
         batch = (*batch[:-1], (*group, *a.new(q.shape[-3] // k.shape[-3])))
         kv = (*batch[:-1], group)
-    kv = tuple(() if n == 1 else d for n, d in zip(k.shape[:-2], kv, strict=True))
+    first = broadcast(q.shape[:-2], batch)
     rows = a.new(q.shape[-2], Role.WHOLE if causal else Role.SAME)
     keys, inner, out = a.new(k.shape[-2], Role.WHOLE), a.new(q.shape[-1], Role.WHOLE), a.new(v.shape[-1])
-    operands: list[Dims | None] = [(*batch, rows, inner), (*kv, keys, inner), (*kv, keys, out)]
+    operands: list[Dims | None] = [
+        (*first, rows, inner),
+        (*broadcast(k.shape[:-2], kv), keys, inner),
+        (*broadcast(v.shape[:-2], kv), keys, out),
+    ]
     if isinstance(mask, TensorUse):
         operands.append(broadcast(mask.shape, (*batch, rows, keys)))
     return operands, [(*batch, rows, out)]

@@ -73,6 +73,9 @@ def difference_from_forward(model: nn.Module, chunked: ChunkedModel, inputs: Any
         return f"the traced calls raise {type(failure).__name__}: {first_line(failure)}{line_of(failure)}"
     if forward_origins != traced_origins:
         return "the traced calls give another output than the forward"
+    in_chunks = partial(_run_chunks, chunked, meta_inputs)
+    if chunked.num_chunks > 1 and _origins(model, in_chunks, meta_inputs, numbers, values=values)[0] != forward_origins:
+        return "a stage writes in place into a tensor that it sends, or that another stage reads under another name"
     chunks: dict[str, set[int | None]] = {}
     for node, chunk in chunked.nodes.items():
         if node.op == "call_module":
@@ -84,6 +87,23 @@ def difference_from_forward(model: nn.Module, chunked: ChunkedModel, inputs: Any
 
 def _run_whole(whole: ChunkedModel, inputs: Any, model: nn.Module) -> Any:
     return run(prepare(model, whole, 0), bind(whole, inputs))
+
+
+def _run_chunks(chunked: ChunkedModel, inputs: Any, model: nn.Module) -> Any:
+    """Runs the chunks one after the other, each on copies of the inputs and of what earlier chunks send it."""
+    sent: dict[tuple[int, int], dict[str, Any]] = {}
+    output = None
+    for chunk in range(chunked.num_chunks):
+        values = bind(chunked, tree_map_only(Tensor, Tensor.clone, inputs))
+        for (_, target), received in sent.items():
+            if target == chunk:
+                values.update(received)
+        output = run(prepare(model, chunked, chunk), values)
+        for edge in chunked.edges:
+            if edge.source == chunk:
+                crossing = {name: values[name] for name in edge.values}
+                sent[chunk, edge.target] = tree_map_only(Tensor, Tensor.clone, crossing)
+    return output
 
 
 def modules_keeping_state(model: nn.Module, inputs: Any, paths: list[str]) -> dict[str, str]:

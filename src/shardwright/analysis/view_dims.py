@@ -7,6 +7,8 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import torch
+
 from shardwright.analysis.dim_letters import Concat, Dim, DimLetters, DimRule, Dims, Role, all_whole, broadcast, rule
 from shardwright.analysis.recording import RecordedCall
 
@@ -49,6 +51,10 @@ def _group(a: DimLetters, before: Sequence[int], after: Sequence[int]) -> tuple[
 @_rule("view", "_unsafe_view", "reshape", "_reshape_alias")
 def _view(call: RecordedCall, a: DimLetters) -> Any:
     x, y = call.operands[0], call.results[0]
+    if len(call.args) > 1 and isinstance(call.args[1], torch.dtype):  # the same bytes as numbers of another dtype
+        lead = a.of(x.shape[:-1])
+        last = a.new(x.shape[-1], Role.SAME if x.shape == y.shape else Role.WHOLE)
+        return [(*lead, last)], [(*lead, last if x.shape == y.shape else a.new(y.shape[-1], Role.WHOLE))]
     if 0 in x.shape and prod(filter(None, x.shape)) != prod(filter(None, y.shape)):
         return all_whole(call, a)  # an empty batch: sizes of 0 do not show which dims correspond
     before, after = _group(a, x.shape, y.shape)

@@ -63,6 +63,18 @@ class _StopRecompute(Exception):  # noqa: N818  # torch calls a module's ``alway
     """Raised to end a recomputation once all saved tensors are recomputed."""
 
 
+def _versions_of(tree: Any) -> list[int]:
+    """Returns the version of each tensor, a number that a write into the tensor raises."""
+    return [leaf._version for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Returns a tensor with the storage of ``tensor`` whose version counts later writes to it."""
+    # inside of a dispatch mode ``detach`` would make a version counter of its own
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 class _KeepCostly(TorchDispatchMode):
     """Keeps the results of costly operators, in order, for :class:`_ReplayCostly`.
 
@@ -80,14 +92,16 @@ class _KeepCostly(TorchDispatchMode):
         for argument in tree_leaves((args, named)) if self._storages and function._schema.is_mutable else ():
             if isinstance(argument, Tensor):
                 for number in self._storages.pop(argument.untyped_storage()._cdata, ()):
-                    self.kept[number] = tree_map_only(Tensor, Tensor.clone, self.kept[number])
+                    kept = tree_map_only(Tensor, Tensor.clone, self.kept[number][0])
+                    self.kept[number] = kept, _versions_of(kept)
         result = function(*args, **named)
         if function.overloadpacket.__name__ in COSTLY and not function._schema.is_mutable:
-            keep = Tensor.clone if self.copies else Tensor.detach
+            keep = Tensor.clone if self.copies else _alias
             for tensor in tree_leaves(result) if not self.copies else ():
                 if isinstance(tensor, Tensor):
                     self._storages.setdefault(tensor.untyped_storage()._cdata, []).append(len(self.kept))
-            self.kept.append(tree_map_only(Tensor, keep, result))
+            kept = tree_map_only(Tensor, keep, result)
+            self.kept.append((kept, _versions_of(kept)))
         return result
 
 
@@ -100,7 +114,9 @@ class _ReplayCostly(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), named: Any = None) -> Any:
         if function.overloadpacket.__name__ in COSTLY and not function._schema.is_mutable:
-            return next(self._left)
+            kept, versions = next(self._left)
+            if versions == _versions_of(kept):  # else the model's code has written into it after the block's call
+                return kept
         return function(*args, **(named or {}))
 
 
@@ -131,7 +147,9 @@ class _Call:
     def forward(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Runs the block on its inputs, and keeps the state, such as random numbers, that a recomputation restores."""
         self.restore = tuple(snapshot() for snapshot in self.block.snapshots)
-        self.versions, self.modes = self._versions(), tuple(_get_current_function_mode_stack())
+        self.versions = self._versions()
+        # a mode that follows the calls between modules (GhostMode) does not look inside of a block
+        self.modes = tuple(m for m in _get_current_function_mode_stack() if not getattr(m, "takes_draws", False))
         self.autocasts, self.reenters = self._autocasts(), not is_without_reentry()
         buffers = {name: buffer._version for name, buffer in self.block.other_buffers()}
         keep = _KeepCostly(self.kept, self.block.shared) if self.block.selective else nullcontext()

@@ -51,8 +51,7 @@ def _fill(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
     else:
         most = 2 ** (24 if dtype.is_floating_point else 8 if dtype.itemsize == 1 else 31)
         made = numbers.integers(x, call.get("from", 0), call.get("to", most))
-    with torch.no_grad():
-        return x.copy_(made.to(dtype))
+    return x.copy_(made.to(dtype).detach())  # as in torch, what x was computed from gets a gradient of zeros
 
 
 def _like(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
@@ -87,7 +86,8 @@ def _normal(call: DrawCall, x: Tensor | None, numbers: KeyedNumbers) -> Tensor:
         return _filled(call, call.empty(), numbers).mul_(call["std"]).add_(call["mean"])
     shape = torch.broadcast_shapes(*(value.shape for value in (call["mean"], call["std"]) if isinstance(value, Tensor)))
     values: Tensor = numbers.normal(list(shape), x.dtype) * call["std"] + call["mean"]
-    return values
+    means = [value for value in (call["mean"], call["std"]) if isinstance(value, Tensor)]
+    return values.detach() + sum(value * 0 for value in means if value.requires_grad)  # torch's gradient is zero
 
 
 def _multinomial(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:

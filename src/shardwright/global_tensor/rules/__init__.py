@@ -80,7 +80,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = tree_unflatten(leaves, spec)
     call = OperatorCall(func, args, kwargs, [leaf for leaf in leaves if isinstance(leaf, DTensor)], placement)
     check_fresh(call.name, call.tensors)
-    written = [x for x, argument in zip(args, func._schema.arguments, strict=False) if _is_written(argument)]
+    written = _written(func, args, kwargs)
     if any(is_gathered_view(x) for x in written):
         raise refusal(call, "it would write to a view of a cut tensor that was gathered to be looked at")
     rng = torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(call)
@@ -103,10 +103,13 @@ def _execute(call: OperatorCall, leaves: list[Any], spec: Any) -> Any:
         return handler(call)
     if _is_composite(call):  # e.g. in inference mode, in which autograd decomposes nothing
         return func.decompose(*args, **kwargs)
-    decision = _decision(call)
     outs = [kwargs.get(argument.name) for argument in func._schema.arguments if argument.is_out]
-    if any(out is not None for out in outs) and any(not args or out is not args[0] for out in outs):
-        raise refusal(call, "the result would be written into a tensor of another layout: leave out 'out='")
+    if any(out is not None for out in outs):
+        if any(not args or out is not args[0] for out in outs):
+            raise refusal(call, "the result would be written into a tensor of another layout: leave out 'out='")
+        if not pointwise.is_pointwise(call):
+            raise refusal(call, "only elementwise operators write into their first input: leave out 'out='")
+    decision = _decision(call)
     # every rank, also outside of the placement, runs the redistributions, in the order of the inputs
     local_inputs = [
         redistributed_local(x, GlobalLayout(call.placement, sbp)) if x.sbp != sbp else x._local_tensor
@@ -305,6 +308,13 @@ def _returned(call: OperatorCall, decision: ShardingDecision, result: Any) -> An
 def _drops_nothing(call: OperatorCall) -> bool:
     """Whether an operator with a dropout argument draws no random numbers in this call."""
     return "dropout_p" in call.names and not call.arg("dropout_p")
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
+    """Returns the global tensors among the arguments that the operator writes into, also by ``out=``."""
+    arguments = [argument for argument in enumerate(func._schema.arguments) if _is_written(argument[1])]
+    values = [args[number] if number < len(args) else kwargs.get(argument.name) for number, argument in arguments]
+    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, DTensor)]
 
 
 def _is_written(argument: Any) -> bool:

@@ -92,8 +92,8 @@ def _linear_ways(call: OperatorCall) -> list[Way]:
     both: Way = (("P", "P"), ("P",))
     if base in _LINEAR and num == 1:
         return [PARTIAL]
-    if not _same_kind(call):
-        return []
+    if not _same_kind(call) or any(argument.is_out for argument in call.func._schema.arguments):
+        return []  # with ``out=`` the last tensor is no operand, but the one that is written into
     ways: list[Way] = []
     if base == "_to_copy":
         ways = [PARTIAL]

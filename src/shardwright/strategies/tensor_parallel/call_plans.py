@@ -146,12 +146,15 @@ def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[ShardUse],
         planning.slot(use, tensor.shard, tensor.learns) for use, tensor in zip(uses, tensors, strict=True)
     ]
     for call in recorded.recording.calls:
+        if call.name == "empty" and torch.device(call.named.get("device") or "cpu").type != "meta":
+            raise NotOnShardsError("a tensor that C++ code fills")
         planning.call(call)
 
     def place(leaf: Any) -> Any:
         return Slot(planning.slot(recorded.use(leaf))) if isinstance(leaf, Tensor) else leaf
 
     results = tree_map(place, result)
+    _check_known(planning.steps, argument_slots)
     result_slots = tuple(leaf.number for leaf in tree_leaves(results, is_leaf=_is_slot) if _is_slot(leaf))
     flat = results if isinstance(results, tuple | list) and not _is_slot(results) else [results]
     # A function in Python may compute with sizes in ways that its recorded operators do not show.
@@ -162,10 +165,30 @@ def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[ShardUse],
     taken = {id(use) for call in recorded.recording.calls for use in call.operands}
     as_is = as_is and all(tensor.shard is None or id(use) in taken for use, tensor in zip(uses, tensors, strict=True))
     as_is = as_is or not planning.steps
+    # x[:, [0, 1]] was recorded as a slice, and indexes a shard by numbers of the whole
+    as_is = as_is and not (function is Tensor.__getitem__ and _has_list(args[1]))
     return CallPlan(
         tuple(planning.steps), results, planning.shards, len(planning.shards), tuple(argument_slots), result_slots,
         as_is and all(map(_is_slot, flat)),
     )  # fmt: skip
+
+
+def _check_known(steps: Sequence[OperatorStep], given: Sequence[int]) -> None:
+    """Raises NotOnShardsError if a step takes a tensor with values that torch's C++ code wrote, which no step makes.
+
+    Torch makes such tensors of a list of indices in ``x[:, [2, 0]]``, and of the lengths that ``ctc_loss`` is given.
+    """
+    known = {*given}
+    for step in steps:
+        leaves = tree_leaves((step.args, step.named, step.addend), is_leaf=_is_slot)
+        if any(_is_slot(leaf) and leaf.number not in known for leaf in leaves):
+            raise NotOnShardsError("a tensor that C++ code fills")
+        known.update(step.results)
+
+
+def _has_list(index: Any) -> bool:
+    """Returns whether an index has a list of numbers in it, as ``x[:, [0, 1]]``."""
+    return isinstance(index, list) or (isinstance(index, tuple) and any(isinstance(place, list) for place in index))
 
 
 def _is_slot(leaf: Any) -> bool:
@@ -389,7 +412,16 @@ def _reshaped(local: _LocalCall) -> OperatorStep:
 
 
 def _viewed(local: _LocalCall) -> OperatorStep:
+    if isinstance(local.call.args[1], torch.dtype):
+        return local.step
     return _reshaped(local)._replace(function=viewed)  # a shard's strides may allow no view
+
+
+def _squeezed(local: _LocalCall) -> OperatorStep:
+    shard = local.made[0]  # a shard may have one element in a dim of which the whole has more
+    if shard is None:
+        return local.step
+    return local.with_args(local.call.args[0], list(shard.local_shape(local.rank)), named={}, function=viewed)
 
 
 def _sliced(local: _LocalCall) -> OperatorStep:
@@ -467,6 +499,7 @@ def _linear(local: _LocalCall) -> OperatorStep:
 _LOCAL_ARGUMENTS: Mapping[str, Callable[[_LocalCall], OperatorStep]] = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _viewed),
     **dict.fromkeys(("expand", "broadcast_to"), _reshaped),
+    **dict.fromkeys(("squeeze", "squeeze_dims"), _squeezed),
     **dict.fromkeys(("slice", "narrow"), _sliced),
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "unsafe_split"), _split),
     **dict.fromkeys(("addmm", "baddbmm"), _added_product),

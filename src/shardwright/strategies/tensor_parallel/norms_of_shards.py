@@ -32,7 +32,7 @@ def norm_of_shards(function: Any, args: Any, named: Any, shard: TensorShard | No
 
     ``shard`` is the shard of the call's first tensor that this rank holds, None if it is whole.
     """
-    if function not in _NORMS or shard is None or args[0].is_complex():
+    if function not in _NORMS or shard is None or not args or args[0].is_complex():
         return function
     normed, of_shards = _NORMS[function]
     try:

@@ -73,7 +73,7 @@ def _read(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
             key += (kind, len(x))
             _read(x, key, tensors)
         elif kind is slice:
-            key += (kind, x.start, x.stop, x.step)
+            key += (kind, *(b.__index__() if isinstance(b, Tensor) else b for b in (x.start, x.stop, x.step)))
         else:
             leaves, spec = tree_flatten(x)
             if len(leaves) == 1 and leaves[0] is x:

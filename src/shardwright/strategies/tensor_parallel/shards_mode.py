@@ -99,6 +99,16 @@ _RESHAPES_IN_PLACE = frozenset(
 )
 
 
+_BY_MEMORY = frozenset((Tensor.as_strided, torch.as_strided))
+"""Functions whose results depend on how a tensor lies in memory."""
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Returns whether a tensor is all of its memory, in order: then the whole, which is gathered, is so too."""
+    with torch._C.DisableTorchFunction():
+        return x.is_contiguous() and x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.nbytes
+
+
 class ShardsMode(TorchFunctionMode):
     """A torch function mode under which functions run on this rank's tensor shards and give shards as results.
 
@@ -151,9 +161,9 @@ class ShardsMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if self._gathered and args and writes(func):
+            self._check_write(func, args[0])
         if not has_shard(args) and not (kwargs and has_shard(kwargs.values())):
-            if self._gathered and writes(func):
-                self._check_write(func, args[0])
             return func(*args, **kwargs) if kwargs else func(*args)
         named: dict[str, Any] = dict(kwargs) if kwargs else {}
         if func in _ANSWERED:
@@ -246,6 +256,13 @@ class ShardsMode(TorchFunctionMode):
 
         Raises PlanError for a call that writes to a shard and needs the whole.
         """
+        if func in _BY_MEMORY and not all(_is_dense(x) for x in (args[:1] or named.values()) if isinstance(x, Tensor)):
+            raise PlanError(
+                "'as_strided' reads the memory of a tensor of which each rank holds a shard",
+                given="a tensor that tp cuts, transposed or a part of another one",
+                allowed="contiguous tensors",
+                fix="write x = x.contiguous() before, use x.unfold in place of as_strided, or leave out tp",
+            )
         if func in _RESHAPES_IN_PLACE:  # the tag would keep the old shape
             raise _no_write(func.__name__)
         self.num_planned += 1
