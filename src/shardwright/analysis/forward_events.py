@@ -320,7 +320,7 @@ class _ForwardRecorder(TorchFunctionMode):
         elif weight is not None and self.names.of(tensor) is None:
             self.record.shared_buffers.add(weight)
         mark = value_mark(tensor)
-        if mark is None and weight is None and tensor.untyped_storage()._cdata in self._written_free:
+        if mark is None and weight is None and self._written_free and _storage_of(tensor) in self._written_free:
             self.record.own_backward.add(self._running[-1][0])  # an alias, of which other stages lack the new values
         if mark is None or mark[0][0] > here:  # a higher number is a mark of an earlier record, on a kept tensor
             return
@@ -352,8 +352,8 @@ class _ForwardRecorder(TorchFunctionMode):
                 specs[id(leaf)] = self._spec(leaf, (here, place))
             entries.append(specs[id(leaf)] if isinstance(leaf, Tensor) else leaf)
         for place in written:
-            if takes[place] is None:
-                self._written_free[operands[place].untyped_storage()._cdata] = operands[place]
+            if takes[place] is None and (storage := _storage_of(operands[place])) is not None:
+                self._written_free[storage] = operands[place]
         changed = tuple((place, self._spec(operands[place], (here, len(leaves) + place))) for place in written)
         event = ForwardEvent(name, number, takes, tree, plain, tuple(entries), changed, reads, cost, raised)
         self.record.events.append(event)
@@ -523,3 +523,11 @@ def record_events(
                 mode.note_changed_buffers()
         mode.record.writes_inputs = any(tensor._version > 0 for tensor in input_tensors)
         return mode.finish(outputs)
+
+
+def _storage_of(tensor: Tensor) -> int | None:
+    """Returns a number that tensors with one storage share; None for a tensor without one, as inside of ``vmap``."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return None

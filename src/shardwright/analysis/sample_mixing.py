@@ -63,17 +63,19 @@ _ALONG = {
 }  # fmt: skip
 """Operators that mix elements along some dims, and the number of the argument that names these dims."""
 
-_KEEPS_SUMS = frozenset((
-    "_conj", "_foreach_norm", "_to_copy", "_unsafe_view", "add", "addmm", "addmv", "alias", "as_strided", "baddbmm",
-    "bmm", "cat", "clone", "contiguous", "copy", "cumsum", "detach", "diagonal", "div", "dot", "embedding",
-    "empty_like", "expand", "fill", "flip", "full_like", "gather", "imag", "index", "index_put", "index_select",
-    "lift_fresh", "linear", "mean", "mm", "mul", "mv", "narrow", "neg", "new_zeros", "ones_like", "permute", "real",
-    "repeat", "roll", "rsub", "scatter", "select", "slice", "slice_scatter", "split", "split_with_sizes", "squeeze",
-    "squeeze_dims", "stack", "sub", "sum", "t", "trace", "transpose", "tril", "triu", "true_divide", "unbind",
-    "unsqueeze", "view", "view_as_complex", "view_as_real", "zero", "zeros_like",
+_BENDS = frozenset((
+    "_cdist_forward", "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_svd", "_log_softmax", "_softmax",
+    "abs", "addcmul", "atan", "binary_cross_entropy", "binary_cross_entropy_with_logits", "clamp", "clamp_max",
+    "clamp_min", "cos", "cumprod", "elu", "erf", "exp", "exp2", "expm1", "gelu", "huber_loss", "hypot", "leaky_relu",
+    "linalg_cross", "linalg_inv_ex", "linalg_matrix_exp", "linalg_vector_norm", "log", "log10", "log1p", "log2",
+    "log_sigmoid_forward", "logit", "logsumexp", "mse_loss", "native_layer_norm", "norm", "pow", "prod", "reciprocal",
+    "relu", "rsqrt", "sigmoid", "silu", "sin", "smooth_l1_loss", "softplus", "sort", "sqrt", "square", "std", "tan",
+    "tanh", "var",
 ))  # fmt: skip
-"""Operators that are linear in an operand, or keep none of its values: of sums on parts of a batch they give what adds
-up to their result on the whole batch. Of any other operator that is not so."""
+"""Nonlinear operators: the mean of their results on parts of a batch is not that on the whole batch.
+
+Operators with which losses guard a division, as ``where`` and ``maximum``, are left out.
+"""
 
 _PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "div", "dot", "linear", "mm", "mul", "mv"))
 """Operators that are not linear where several operands are sums over samples."""
@@ -183,7 +185,7 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
         is_used = not trained.isdisjoint(call.operands) and not leading.isdisjoint((*results, *call.written))
         meets |= is_used and adds_up_groups(call, axes, batch, count)
         of_sums = [use for use in call.operands if use in sums and use in trained]
-        bends = name not in _KEEPS_SUMS or (name in _PRODUCTS and len(of_sums) > 1)
+        bends = name in _BENDS or (name in _PRODUCTS and len(of_sums) > 1)
         meets |= bool(of_sums) and bends and any(use in leading for use in results)
         if meets:
             causes[call.module, call.name] = None
