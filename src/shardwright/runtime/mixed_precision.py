@@ -96,7 +96,8 @@ class MasterWeights:
             parameter.__class__ = self._marked
 
     def _after_optimizer(self) -> None:
-        self._round()  # code may write through .data after the update too, so that the next step rounds anew
+        self._may_be_stale = True  # code may write through .data after the update too: the next step rounds anew
+        self._round()
 
     @torch.no_grad()
     def _move_gradients(self, names: Collection[str]) -> None:
