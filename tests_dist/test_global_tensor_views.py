@@ -19,6 +19,7 @@ def written_under_views(world) -> None:
         "through data": lambda x: x.data.mul_(2),
         "at random": lambda x: x.normal_(),
         "of a list": lambda x: torch._foreach_add_([x], 1),
+        "as its own result": lambda x: torch.add(x, 10, out=x),
     }
     for write in writes.values():
         x = cut.clone()
@@ -40,6 +41,8 @@ def written_under_views(world) -> None:
         row.sum()
     with pytest.raises(PlanError, match="gathered to be looked at"):
         cut[1:3].normal_()
+    with pytest.raises(PlanError, match="gathered to be looked at"):
+        torch.add(view := cut[1:3], 10, out=view)
     for _ in range(2):  # gradients that are gathered views of each other still add up
         (weight.view(3, 5)[0] * 2).sum().backward()
     assert weight.grad.full_tensor().flatten().tolist() == [5.0] * 5 + [1.0] * 10
@@ -48,6 +51,24 @@ def written_under_views(world) -> None:
 
 def test_a_gathered_view_is_not_read_once_its_base_was_written_to(pools):
     pools(4).run(written_under_views)
+
+
+def written_as_results(world) -> None:
+    two = placement("cpu", ranks=[1, 2])
+    terms = full((3,), 5.0, placement=two, sbp=sbp.partial_sum)
+    for function, expected in ((torch.add, 6.0), (torch.sub, 4.0), (torch.mul, 5.0)):
+        x = terms.clone()
+        function(x, 1, out=x)
+        assert x.full_tensor().tolist() == [expected] * 3, function
+    square = ones(2, 2, placement=two, sbp=sbp.split(0))
+    for refused in (lambda x: torch.mm(x, x, out=x), lambda x: torch.cumsum(x, 0, out=x)):
+        with pytest.raises(PlanError, match="leave out 'out='"):
+            refused(square.clone())
+    world.everyone().barrier()
+
+
+def test_an_operator_whose_result_is_its_input_is_right_or_refused(pools):
+    pools(4).run(written_as_results)
 
 
 # ---- partial sums and infinity

@@ -404,3 +404,21 @@ def test_a_product_with_blocks_of_neighbours_is_not_named():
         return torch.block_diag(*blocks) @ h
 
     assert not met_in(Layers(averaged), rows())
+
+
+# ---- what asks for no record
+
+
+def test_no_forward_is_recorded_to_ask_for_values_that_a_batch_has_not():
+    calls = []
+
+    class Counted(nn.Linear):
+        def forward(self, x):
+            calls.append(len(x))
+            return super().forward(x)
+
+    graph = ModelGraph(Counted(6, 3), torch.empty(4, 6, device="meta"))
+    assert not graph.selects_by_values
+    assert not calls
+    assert graph.run.recording.calls
+    assert calls, "the record itself runs the forward"

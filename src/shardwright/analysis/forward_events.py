@@ -526,7 +526,7 @@ def record_events(
 
 
 def _storage_of(tensor: Tensor) -> int | None:
-    """Returns a number that tensors with one storage share; None for a tensor without one, as inside of ``vmap``."""
+    """Returns the id of a tensor's storage, which its views share; None inside of ``vmap``, where it has no storage."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:

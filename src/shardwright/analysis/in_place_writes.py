@@ -57,13 +57,7 @@ def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
     first = node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return None
-    name = name_of(node)
-    if getattr(node.target, "__module__", "") == operator.add.__module__:
-        in_place = name in OPERATORS
-    else:
-        in_place = name.endswith("_") and not name.endswith("__") and name not in MARKS
-    in_place = in_place or node.target is put
-    in_place = in_place or (node.op == "call_function" and node.kwargs.get("inplace") is True)
+    in_place = _writes_by_name(node)
     if node.op == "call_module":
         in_place = getattr(model.get_submodule(str(node.target)), "inplace", False) is True
     return first if in_place else None
@@ -71,10 +65,15 @@ def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
 
 def writes_first(node: fx.Node) -> bool:
     """Returns whether a node calls a function or method that writes into its first argument."""
+    return _writes_by_name(node) or node.target is operator.setitem
+
+
+def _writes_by_name(node: fx.Node) -> bool:
     name = name_of(node)
     if getattr(node.target, "__module__", "") == operator.add.__module__:
-        return name in OPERATORS or node.target is operator.setitem
-    return (name.endswith("_") and not name.endswith("__") and name not in MARKS) or node.kwargs.get("inplace") is True
+        return name in OPERATORS
+    in_place = name.endswith("_") and not name.endswith("__") and name not in MARKS
+    return in_place or node.target is put or (node.op == "call_function" and node.kwargs.get("inplace") is True)
 
 
 def follow_writes(graph: fx.Graph, model: nn.Module) -> None:

@@ -149,8 +149,10 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
     trained, leading = _trained(recording), _leading(recording)
     over = {id(use.call) for use in axes.uses if use.role is Role.SUM and not batch.isdisjoint(leaves(use.axis))}
 
-    views = (call for call in recording.calls if call.name in _VIEWS and call.operands)
-    bases = {use: call.operands[0] for call in views for use in call.results}  # of views, as of slices of a buffer
+    bases: dict[TensorUse, TensorUse] = {}  # view, such as a slice of a buffer -> the tensor that it is a part of
+    for call in recording.calls:
+        if call.name in _VIEWS and call.operands:
+            bases |= dict.fromkeys(call.results, bases.get(call.operands[0], call.operands[0]))
 
     def of_batch(use: TensorUse) -> list[set[DimAxis]]:
         return [batch.intersection(leaves(axis)) for axis in axes.of(use)]
@@ -180,7 +182,7 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
         meets |= needs_other_samples(call, axes, batch)
         if name in ("view", "_unsafe_view") and not leading.isdisjoint(
             results
-        ):  # x.view(time, batch, ...) of (batch, time, ...)
+        ):  # as (batch, time) viewed (time, batch)
             meets |= not set().union(*before) <= set().union(*(axis for use in call.results for axis in of_batch(use)))
         is_used = not trained.isdisjoint(call.operands) and not leading.isdisjoint((*results, *call.written))
         meets |= is_used and adds_up_groups(call, axes, batch, count)
@@ -189,7 +191,7 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
         meets |= bool(of_sums) and bends and any(use in leading for use in results)
         if meets:
             causes[call.module, call.name] = None
-        changed = [base.name for use in call.written for base in (use, bases.get(use, use)) if base.kind == "buffer"]
+        changed = [base.name for use in call.written if (base := bases.get(use, use)).kind == "buffer"]
         if changed and (sums_of := [sums[use].name for use in call.operands if use in sums]):
             causes[call.module, f"a {sums_of[0]}, with which it changes the buffer '{changed[0]}',"] = None
     for name, use in recording.new_buffers.items():

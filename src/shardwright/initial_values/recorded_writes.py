@@ -56,7 +56,7 @@ class StorageView(NamedTuple):
         return prod(self.size) * self.dtype.itemsize == self.num_bytes
 
     def of(self, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-        """Returns the view as a tensor on the host, over the storage that has its number in ``storages``.
+        """Returns the view as a tensor on the CPU; ``storages`` maps storage numbers to the memory that it lies in.
 
         A storage that ``storages`` lacks is allocated, uninitialized, and added.
         """

@@ -202,7 +202,7 @@ class Tracker(TorchDispatchMode):
 
     def run(self, function: Any, args: Any, named: Mapping[str, Any]) -> Any:
         """Runs an operator, tracks the storages that it allocates or resizes, and returns its results."""
-        if function.is_view:
+        if function.is_view:  # it shares the storage of an argument
             return self._run_operator(function, args, named)
         self._remove_freed()
         tensors = tensors_of((args, named) if named else args)

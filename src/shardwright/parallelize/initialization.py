@@ -261,7 +261,7 @@ def _texts_of(module: nn.Module, keys: Iterable[str], draw: Callable[[], Any]) -
 def _check_wrapped(
     model: nn.Module, records: Mapping[int, RecordedValues], again: Mapping[int, RecordedValues]
 ) -> None:
-    """Raises PlanError for a model of transformers in a wrapper, such as peft's, that filled tensors of its own.
+    """Raises PlanError if a wrapper of a transformers model, such as peft's, has added tensors and filled them itself.
 
     Such tensors are LoRA's, for example. The inner model's ``initialize_weights`` would fill them ``again``, though on
     a real device it ran before the wrapper added them.

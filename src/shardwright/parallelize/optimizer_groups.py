@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
@@ -22,8 +23,8 @@ Grouping = Callable[[str, tuple[int, ...]], Mapping[str, Any] | None]
 
 
 def _key_of(options: Mapping[str, Any]) -> str:
-    """Returns a text that is equal for equal options; a tensor's own text has four digits of each number."""
-    plain = {key: (str(v.dtype), v.tolist()) if isinstance(v, Tensor) else v for key, v in options.items()}
+    """Returns a text that is equal for equal options, with all digits of numbers in tensors, unlike their ``repr``."""
+    plain = tree_map_only(Tensor, lambda tensor: (str(tensor.dtype), tensor.tolist()), dict(options))
     return repr(sorted(plain.items()))
 
 

@@ -104,7 +104,7 @@ class AlikeRanks:
 
     @cached_property
     def _sliced(self) -> frozenset[str]:
-        """The axes on which no two indices are taken as alike.
+        """The axes along which each index is a class of its own: none of its ranks is taken as alike with another.
 
         These are the axes that cut parameters but no operators and, if the parts of some ranks overlap, also all axes
         that cut operators.

@@ -26,8 +26,6 @@ from shardwright.strategies.tensor_parallel.note import notes_of
 P2P = ("send", "receive")
 """The kinds of messages between pipeline stages."""
 
-_PLAIN = (Tensor, nn.Parameter)
-
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -186,7 +184,7 @@ class _Follower:
 
     def run(self, function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Runs an operator on the meta device and records it."""
-        if function.is_view and not self._has_values and type(args[0]) in _PLAIN:  # it moves no bytes
+        if function.is_view and not self._has_values and type(args[0]) in (Tensor, nn.Parameter):  # it moves no bytes
             with torch._C._DisableTorchDispatch():  # the mode below would do the same
                 return function(*args, **named)
         seen: list[Hashable] = []

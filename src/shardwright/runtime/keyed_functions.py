@@ -86,8 +86,8 @@ def _normal(call: DrawCall, x: Tensor | None, numbers: KeyedNumbers) -> Tensor:
         return _filled(call, call.empty(), numbers).mul_(call["std"]).add_(call["mean"])
     shape = torch.broadcast_shapes(*(value.shape for value in (call["mean"], call["std"]) if isinstance(value, Tensor)))
     values: Tensor = numbers.normal(list(shape), x.dtype) * call["std"] + call["mean"]
-    means = [value for value in (call["mean"], call["std"]) if isinstance(value, Tensor)]
-    return values.detach() + sum(value * 0 for value in means if value.requires_grad)  # torch's gradient is zero
+    drawn: Tensor = (call["mean"] + call["std"]).copy_(values.detach())  # as in torch, both have a gradient of zeros
+    return drawn
 
 
 def _multinomial(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:

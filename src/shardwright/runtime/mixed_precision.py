@@ -60,8 +60,8 @@ class MasterWeights:
         self._kinds = [(parameter, type(parameter)) for parameter in self.parameters.values()]
         self._marked = copied_parameter(self)
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
-        self._versions, self._may_be_stale = _versions_of(self.masters), False
-        self._written = _versions_of(self.parameters)
+        self._versions, self._may_be_stale = versions_of(self.masters), False
+        self._written = versions_of(self.parameters)
 
     def applied(self) -> AppliedStrategy:
         """Returns the master weights, as the parameters that the optimizer updates, and callbacks for the executor.
@@ -83,7 +83,7 @@ class MasterWeights:
             parameter.grad = None  # left by a step that failed
         self._check_versions()
         # The user's own optimizer fires no after_optimizer; the version counters show that it has stepped.
-        if self._may_be_stale or self._versions != _versions_of(self.masters):
+        if self._may_be_stale or self._versions != versions_of(self.masters):
             self._round()
 
     def _after_weight_gradients(self, group: ParamGroup, microbatch: int) -> None:
@@ -121,11 +121,11 @@ class MasterWeights:
         """Copies the master weights into the model's parameters, rounded to the compute dtype."""
         if self.parameters:
             torch._foreach_copy_(list(self.parameters.values()), [self.masters[name] for name in self.parameters])
-        self._versions, self._written = _versions_of(self.masters), _versions_of(self.parameters)
+        self._versions, self._written = versions_of(self.masters), versions_of(self.parameters)
 
     def _check_versions(self) -> None:
         """Raises PlanError, once, if other code has written to a parameter of the model since it was rounded."""
-        versions = _versions_of(self.parameters)
+        versions = versions_of(self.parameters)
         if versions == self._written:
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -142,7 +142,7 @@ class MasterWeights:
     def _check(self, values: bool) -> None:
         """Raises PlanError as :meth:`_check_versions`; with ``values`` also for writes that no counter shows."""
         self._check_versions()
-        if not values or self._may_be_stale or self._versions != _versions_of(self.masters):
+        if not values or self._may_be_stale or self._versions != versions_of(self.masters):
             return  # the model's parameters are rounded anew before they are used
         names, differ = list[str](), list[Tensor]()
         with torch._C.DisableTorchFunctionSubclass():
@@ -213,7 +213,7 @@ def copied_parameter(owner: MasterWeights) -> type[CopiedParameter]:
     return CopiedRunParameter
 
 
-def _versions_of(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:
+def versions_of(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:
     """Returns numbers that change when code writes to a parameter or sets ``data``, but not on writes into ``data``."""
     with torch._C.DisableTorchFunctionSubclass():  # ten times as fast for CopiedParameters
         return [(0 if p.is_inference() else p._version, p.data_ptr()) for p in parameters.values()]

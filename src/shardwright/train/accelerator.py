@@ -392,8 +392,7 @@ class DeferredOutput:
         takes, options = inspect.signature(kind).parameters, {k: v for k, v in options.items() if v is not None}
         if lacking := options.keys() - takes.keys():
             raise _too_early(f"{function.__name__}(..., {min(lacking)}=...)")
-        settings = options
-        return output.model.take_step(output.inputs, targets, as_loss(kind(**settings)))
+        return output.model.take_step(output.inputs, targets, as_loss(kind(**options)))
 
     def __getattr__(self, name: str) -> Any:
         if name == "loss":

@@ -123,8 +123,8 @@ class StageShares:
         A shared parameter counts only where it is first used, so a stage may hold more.
         """
         limits = ((self.work_before, most_work), (self.held_before, most_held))
-        # For each end of the front chunks (a call's number): the earliest possible start of the back chunks, then the
-        # bounds of the front chunks and of the back chunks so far.
+        # Maps the call at which the front chunks end to the earliest call at which the back chunks can start, and to
+        # the calls that bound the front chunks and the back chunks placed so far.
         choices: dict[int, tuple[int, Bounds, Bounds]] = {0: (self.num_calls, (0,), (self.num_calls,))}
         for num_left in range(2 * self.num_stages - 2, -1, -2):  # the chunks that later stages get
             next_choices: dict[int, tuple[int, Bounds, Bounds]] = {}

@@ -36,6 +36,7 @@ from shardwright.plan.schedule import Action
 from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.copy_stream import host_arrival
 from shardwright.runtime.executor import Events
+from shardwright.runtime.mixed_precision import versions_of
 from shardwright.runtime.offload_storage import OffloadStorage
 from shardwright.strategies.zero.flat_groups import FlatGroup, chunks_using
 from shardwright.strategies.zero.flat_parameter import FlatParameter, UpdateState
@@ -241,6 +242,7 @@ class FSDPState:
     def _after_optimizer(self) -> None:
         self._may_be_stale = False
         self._take_assigned()
+        self._versions = self._versions_now()
         self.prefetcher.shards_changed()
         if self.offloaded is not None:
             self.offloaded.put_away()
@@ -269,11 +271,11 @@ class FSDPState:
             flat.discard_gradients()
         self.prefetcher.end_action()
         self._take_assigned()
+        before, self._versions = self._versions, self._versions_now()
         if any(flat.update_state is not UpdateState.NOT_UPDATED for flat in trained):
             self._after_optimizer()  # groups that the failed step has updated stay so
-        elif self._may_be_stale or self._versions != self._versions_now() or self._steps_after_evaluation():
+        elif self._may_be_stale or self._versions != before or self._steps_after_evaluation():
             self.prefetcher.shards_changed()
-        self._versions = self._versions_now()
         if self._evaluated:
             self._evaluated = False
             self._start_comparison()
@@ -283,7 +285,7 @@ class FSDPState:
     def _versions_now(self) -> list[int]:
         """Returns numbers of which one changes when code writes to a shard, as to ``run.parameters`` after a step."""
         flats = (flat for group in self.groups.values() for flat in group.flats)
-        return [0 if p.is_inference() else p._version for flat in flats for p in flat.sharded_parameters.values()]
+        return [version for flat in flats for version, _ in versions_of(flat.sharded_parameters)]
 
     def _steps_after_evaluation(self) -> bool:
         """Returns whether a step follows an evaluation, since which code may have written through ``.data``."""
