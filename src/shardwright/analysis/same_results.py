@@ -29,7 +29,7 @@ from shardwright.analysis.operator_results import tensors_of
 from shardwright.analysis.own_attributes import own_attributes
 from shardwright.analysis.structure import is_known
 from shardwright.analysis.tracer import line_of
-from shardwright.dispatch_mode import DispatchMode
+from shardwright.dispatch_mode import DispatchMode, without_dispatch_modes
 from shardwright.formatting import first_line
 from shardwright.operator_schemas import written_arguments
 
@@ -63,7 +63,7 @@ def difference_from_forward(model: nn.Module, chunked: ChunkedModel, inputs: Any
     numbers: dict[object, Origin] = {}
     try:
         meta_inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
-        forward_origins, values = _origins(model, lambda module: call_model(module, meta_inputs), meta_inputs, numbers)
+        forward_origins, values = _origins(model, partial(_run_forward, meta_inputs), meta_inputs, numbers)
     except Exception:  # the user's code does not run without values: other checks say so where that matters
         return ""
     try:
@@ -85,16 +85,20 @@ def difference_from_forward(model: nn.Module, chunked: ChunkedModel, inputs: Any
     return f"a call of '{min(kept)}' in one chunk keeps something for its call in another" if kept else ""
 
 
-def _run_whole(whole: ChunkedModel, inputs: Any, model: nn.Module) -> Any:
+def _run_forward(inputs: Any, model: nn.Module, _: _OperatorFollower) -> Any:
+    return call_model(model, inputs)
+
+
+def _run_whole(whole: ChunkedModel, inputs: Any, model: nn.Module, _: _OperatorFollower) -> Any:
     return run(prepare(model, whole, 0), bind(whole, inputs))
 
 
-def _run_chunks(chunked: ChunkedModel, inputs: Any, model: nn.Module) -> Any:
+def _run_chunks(chunked: ChunkedModel, inputs: Any, model: nn.Module, follower: _OperatorFollower) -> Any:
     """Runs the chunks one after the other, each on copies of the inputs and of what earlier chunks send it."""
     sent: dict[tuple[int, int], dict[str, Any]] = {}
     output = None
     for chunk in range(chunked.num_chunks):
-        values = bind(chunked, tree_map_only(Tensor, Tensor.clone, inputs))
+        values = bind(chunked, tree_map_only(Tensor, follower.copy_of, inputs))
         for (_, target), received in sent.items():
             if target == chunk:
                 values.update(received)
@@ -102,7 +106,7 @@ def _run_chunks(chunked: ChunkedModel, inputs: Any, model: nn.Module) -> Any:
         for edge in chunked.edges:
             if edge.source == chunk:
                 crossing = {name: values[name] for name in edge.values}
-                sent[chunk, edge.target] = tree_map_only(Tensor, Tensor.clone, crossing)
+                sent[chunk, edge.target] = tree_map_only(Tensor, follower.copy_of, crossing)
     return output
 
 
@@ -131,9 +135,7 @@ def modules_keeping_state(model: nn.Module, inputs: Any, paths: list[str]) -> di
     numbers: dict[object, Origin] = {}
     own_paths = _of_own_code(model, paths)
     try:
-        origins, values = (
-            _origins(model, lambda module: call_model(module, inputs), inputs, numbers) if own_paths else ([], False)
-        )
+        origins, values = _origins(model, partial(_run_forward, inputs), inputs, numbers) if own_paths else ([], False)
     except Exception:  # of the user's own code, without values
         return {}
     return _keeping_state(model, inputs, own_paths, numbers, origins, values=values)
@@ -161,7 +163,7 @@ def _keeping_state(
     return attributes
 
 
-def _call_isolated(path: str, inputs: Any, changed: list[str], model: nn.Module) -> Any:
+def _call_isolated(path: str, inputs: Any, changed: list[str], model: nn.Module, _: _OperatorFollower) -> Any:
     """Calls a model so that each call of the module at ``path`` finds the attributes that the module has now.
 
     The names of attributes that are numbers or texts, and that a call changes, are appended to ``changed``.
@@ -195,8 +197,8 @@ def _shallow_copy(value: Any) -> Any:
 
 
 def _origins(
-    model: nn.Module, call: Callable[[nn.Module], Any], inputs: Any, numbers: dict[object, Origin], *,
-    values: bool | None = None,
+    model: nn.Module, call: Callable[[nn.Module, _OperatorFollower], Any], inputs: Any, numbers: dict[object, Origin],
+    *, values: bool | None = None,
 ) -> tuple[list[Origin], bool]:  # fmt: skip
     """Returns the origins of the tensors that ``call`` returns for a copy of the model, and whether values were kept.
 
@@ -211,15 +213,15 @@ def _origins(
                 raise
             return _origins(model, call, inputs, numbers, values=True)
     own = _copy_of(model)
-    mode = _OperatorFollower(numbers, [*own.parameters(), *own.buffers(), *tensors_of(inputs)])
+    follower = _OperatorFollower(numbers, [*own.parameters(), *own.buffers(), *tensors_of(inputs)])
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(on_meta(own, values=values))
         stack.enter_context(OnMeta())
         stack.enter_context(ignoring_batch_statistics(own))
-        stack.enter_context(mode)
-        output = call(own)
-    return [mode.of(tensor) for tensor in tensors_of(output)], values
+        stack.enter_context(follower)
+        output = call(own, follower)
+    return [follower.of(tensor) for tensor in tensors_of(output)], values
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
@@ -262,6 +264,17 @@ class _OperatorFollower(DispatchMode):
         if storage == _CONSTANT:
             return self._number((_CONSTANT, kind))
         return self._number((storage, kind, tensor.stride(), tensor.storage_offset()))
+
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """Returns a copy of a tensor with a storage of its own, of the same origin: what another stage receives."""
+        copy = tensor.clone()
+        if _has_storage(tensor):
+            place = tensor.storage_offset(), tensor.shape, tensor.stride()
+            with without_dispatch_modes():
+                copy.data = copy.detach().set_(tensor.untyped_storage().clone(), *place)
+            self._of_storage[copy.untyped_storage()._cdata] = self._storage(tensor)
+            self._alive.append(copy)
+        return copy
 
     def _number(self, what: object) -> Origin:
         return self._numbers.setdefault(what, len(self._numbers))
