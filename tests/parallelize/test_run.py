@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import time
@@ -24,7 +25,7 @@ from shardwright.layout import Layout
 from shardwright.models import GPT, CrossEntropy, GPTConfig, MLPConfig, build_mlp
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.initialization import place_parameters
-from shardwright.parallelize.optimizer_check import _trial, is_elementwise
+from shardwright.parallelize.optimizer_check import ELEMENTWISE, _trial, _tried, is_elementwise
 from shardwright.parallelize.planning import make_plan, structural_copy
 from shardwright.plan.batch_shard import microbatch_samples
 from shardwright.plan.plan import Job
@@ -314,7 +315,23 @@ def test_such_an_optimizer_may_be_used_where_every_rank_holds_whole_tensors():
         assert_parts(plan, rank, parameters, {name: p.detach() for name, p in whole.named_parameters()})
 
 
-ELEMENTWISE = [
+@pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
+def test_the_optimizers_of_torch_that_are_not_tried_would_pass_the_trial(kind):
+    switches = ("amsgrad", "centered", "decoupled_weight_decay", "maximize", "nesterov")
+    switched = {name: True for name in switches if name in inspect.signature(kind).parameters}
+    numbers = {name: 0.4 for name in ("momentum", "weight_decay") if name in inspect.signature(kind).parameters}
+    for options in ({"lr": 0.1}, {"lr": 0.02, **switched, **numbers}):
+        assert _tried(kind, options, [{}, {"lr": 0.3}], flat=True, in_turn=False, whole=False)
+        assert _tried(kind, options, [{}], flat=True, in_turn=True, whole=False)
+        assert _tried(kind, options, [{}], flat=True, in_turn=False, whole=True)
+
+
+def test_options_that_a_class_refuses_are_told_before_a_step():
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        is_elementwise(torch.optim.AdamW, {"lr": -1.0})
+
+
+STEPPED = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     (torch.optim.Adam, {"lr": 0.1}),
     (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.1}),
@@ -323,7 +340,7 @@ ELEMENTWISE = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "options"), ELEMENTWISE, ids=[kind.__name__ for kind, _ in ELEMENTWISE])
+@pytest.mark.parametrize(("kind", "options"), STEPPED, ids=[kind.__name__ for kind, _ in STEPPED])
 def test_steps_of_elementwise_optimizers_are_those_of_one_device(kind, options):
     assert is_elementwise(kind, options)
     batch = tokens(7)

@@ -10,13 +10,19 @@ from math import isclose
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from shardwright.axes import mesh_axes
 from shardwright.errors import PlanError
 from shardwright.plan.plan import Plan
 
 SplitTensor = Callable[[Tensor], Sequence[Tensor]]
+
+ELEMENTWISE = (
+    optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam,
+    optim.RMSprop, optim.Rprop, optim.SGD,
+)  # fmt: skip
+"""The optimizers of torch that update each element alone, whatever their options: these need not be tried."""
 
 _EXECUTION = ("capturable", "foreach", "fused")
 """The options that say how torch runs a step, and not what it computes; some need a GPU."""
@@ -108,7 +114,7 @@ def is_elementwise(
     while the others have no gradient. ``groups`` are the options of parameter groups; each group is tried on a copy of
     the tensor. With ``whole`` there is one split, into two tensors that no rank cuts. The result is False for an
     optimizer whose step raises, such as one that needs a closure, and for one whose groups end with other options for
-    other splits: it counts or estimates something over all its tensors.
+    other splits: it counts or estimates something over all its tensors. A class in :data:`ELEMENTWISE` is only made.
 
     Raises: what the constructor raises for these options, such as a ValueError for a negative learning rate.
 
@@ -118,6 +124,9 @@ def is_elementwise(
     True
     """
     options, *groups = ({name: group[name] for name in group if name not in _EXECUTION} for group in (options, *groups))
+    if any(kind is known for known in ELEMENTWISE):
+        _OptimizerTrial(kind, options, groups, in_turn).made(lambda tensor: (tensor,))
+        return True
     values = [value for group in (options, *groups) for value in group.values()]
     if isinstance(kind, type) and all(map(_is_plain, values)):  # cached, since a rehearsal asks for each of its ranks
         of_groups = tuple(tuple(group.items()) for group in groups)
