@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any
@@ -51,7 +51,8 @@ class RecordedRun:
 
     ``found`` lists the draws. ``others`` names the random generators other than torch's from which the forward drew,
     and ``seeded`` those of them that the forward seeds itself. ``seeds`` are the keys of draws from a
-    ``torch.Generator`` that the forward makes or seeds.
+    ``torch.Generator`` that the forward makes or seeds. ``other_branch`` is the run with the other answer to conditions
+    on values that only a real run has (:attr:`Recording.other_branch`).
     """
 
     recording: Recording
@@ -59,6 +60,7 @@ class RecordedRun:
     others: Sequence[str]
     seeded: Sequence[str] = ()
     seeds: Sequence[DrawKey] = ()
+    other_branch: RecordedRun | None = None
 
     @cached_property
     def axes(self) -> RunAxes:
@@ -67,13 +69,24 @@ class RecordedRun:
 
     @cached_property
     def written(self) -> dict[str, str]:
-        """Maps the name of each parameter that the forward writes to, to the path of the module whose code writes."""
-        return written_parameters(self.recording)
+        """Maps the name of each parameter that the forward may write to, to the module whose code writes."""
+        other = {} if self.other_branch is None else self.other_branch.written
+        return {**other, **written_parameters(self.recording)}
 
     @cached_property
     def draws(self) -> Draws:
-        """The run's calls that draw random numbers, such as dropout, and which dim of each result holds the samples."""
-        return draws_of(self.recording, *self._followed, self.found, self.others, self.seeded, self.seeds)
+        """The run's calls that draw random numbers, such as dropout, and which dim of each result holds the samples.
+
+        Code that combines samples is found in the other branch too.
+        """
+        draws = draws_of(self.recording, *self._followed, self.found, self.others, self.seeded, self.seeds)
+        other = self.other_branch
+        if other is None:
+            return draws
+        norms = {call.module for call in other.recording.calls if call.name in BATCH_NORM_CALLS}
+        call = mixing_call(other.recording, other.axes, norms)
+        mixing = [] if call is None else [(call.module, call.name)]
+        return replace(draws, across=tuple(dict.fromkeys((*draws.across, *mixing, *other.draws.across))))
 
     @cached_property
     def parameters_by_sample(self) -> set[str]:
@@ -293,39 +306,46 @@ class ModelGraph:
         The result is empty if the forward was not recorded (:attr:`draws` says when), or was recorded with one number
         of samples only.
         """
-        run = self._of_own_code
-        suspects = [] if run is None else calls_with_counts(run.recording)
-        other = self._of_other_samples if suspects else None
-        if run is None or other is None:
-            return []
-        pairs = ((run.recording.calls[index], other.calls[index]) for index in suspects)
-        return [call for call, again in pairs if differ(call, again)]
+        return [
+            recording.calls[index]
+            for recording, again, suspects in self._suspects(calls_with_counts)
+            for index in suspects
+            if differ(recording.calls[index], again.calls[index])
+        ]
 
     def calls_by_place(self) -> list[RecordedCall]:
         """Returns the operators that compute samples' values from their places in the batch, as ``x + arange(len(x))``.
 
         The result is empty where a second record is lacking, as in :meth:`calls_with_counts`.
         """
+        return [
+            recording.calls[index]
+            for recording, again, suspects in self._suspects(calls_by_place)
+            for index in sorted({*suspects}.intersection(calls_by_place(again)))
+        ]
+
+    def _suspects(
+        self, suspects_in: Callable[[Recording], list[int]]
+    ) -> Iterator[tuple[Recording, Recording, list[int]]]:
+        """Yields each branch of the recorded forward, the same one on another number of samples, and its suspects.
+
+        Suspects are the numbers of calls that ``suspects_in`` finds. A branch without any is left out, and so is one
+        that makes another number of calls for another number of samples.
+        """
         run = self._of_own_code
-        suspects = [] if run is None else calls_by_place(run.recording)
-        other = self._of_other_samples if suspects else None
-        if run is None or other is None:
-            return []
-        return [run.recording.calls[index] for index in sorted({*suspects}.intersection(calls_by_place(other)))]
+        for recording in () if run is None else run.recording.branches:
+            suspects = suspects_in(recording)
+            for again in self._of_other_samples if suspects else ():
+                if again.guess == recording.guess and len(again.calls) == len(recording.calls):
+                    yield recording, again, suspects
 
     @cached_property
-    def _of_other_samples(self) -> Recording | None:
-        """A second recorded forward, on another number of samples, whose calls are compared with those of :attr:`run`.
-
-        It is None if the forward cannot be recorded so, or then makes another number of calls.
-        """
+    def _of_other_samples(self) -> tuple[Recording, ...]:
+        """The branches of a forward that is recorded on another number of samples than :attr:`run`; or none."""
         run = self._of_own_code
         numbers = (number for number in (*COUNTS, None) if run is not None and number != run.recording.num_samples)
         others = (self._tried(number, self.reads_values) for number in numbers)
-        other = next((trial.recording for trial in others if isinstance(trial, RecordedRun)), None)
-        if run is None or other is None or len(other.calls) != len(run.recording.calls):
-            return None
-        return other
+        return next((trial.recording.branches for trial in others if isinstance(trial, RecordedRun)), ())
 
     def normalises_once(self, path: str) -> bool:
         """Returns whether the recorded forward calls a module, and each call computes one batch norm in its own code.
@@ -434,7 +454,10 @@ def _recorded(model: nn.Module, inputs: Any, as_is: bool) -> RecordedRun:
     if others and not seeded:  # numbers after a seed are equal from every start, so other starts would show nothing
         with suppress(Exception):  # other numbers may lead the user's code to a path that raises
             used = () if _runs_alike(model, inputs, as_is) else others
-    return RecordedRun(recording, draws, tuple(used), seeded, seeds)
+    other, branch = recording.other_branch, None
+    if other is not None:
+        branch = RecordedRun(other, finds[id(other)].found, tuple(used), seeded)
+    return RecordedRun(recording, draws, tuple(used), seeded, seeds, branch)
 
 
 def _runs_alike(model: nn.Module, inputs: Any, as_is: bool) -> bool:

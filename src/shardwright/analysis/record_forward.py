@@ -28,9 +28,9 @@ def record_forward(
 
     The forward runs inside the context that ``within`` returns for the recorder. A yes-or-no condition on values of
     inputs or parameters counts as false, and a mask that depends on such values is true everywhere. If the code then
-    raises, or if there was such a condition and some parameters stay unused, the forward runs again with the conditions
-    true, and the record that uses more parameters is returned. If the user's own autograd functions lead to the
-    outputs, a backward runs too, which adds gradients to the parameters.
+    raises, or if there was such a condition, the forward runs again with the conditions true. Of two records the one
+    that uses more parameters is returned, with the other as its ``other_branch``. If the user's own autograd functions
+    lead to the outputs, a backward runs too, which adds gradients to the parameters.
 
     Raises: ValueReadError: the code reads a number that depends on a parameter or an input. NotImplementedError: the
         forward takes a gradient itself. If the code raises in both runs, the second exception is raised.
@@ -43,10 +43,12 @@ def record_forward(
         recording, num_guessed = _record(model, inputs, within, guess=False)
     except Exception:  # the user's code may raise anything; for example, one of its checks has failed
         return _record(model, inputs, within, guess=True)[0]
-    if num_guessed and len(recording.parameters_used) < len(recording.parameters):
+    if num_guessed:
         with suppress(Exception):  # as above
             other, _ = _record(model, inputs, within, guess=True)
-            return max(recording, other, key=lambda candidate: len(candidate.parameters_used))
+            if len(other.parameters_used) > len(recording.parameters_used):
+                recording, other = other, recording
+            recording.other_branch = other
     return recording
 
 

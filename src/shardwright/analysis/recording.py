@@ -205,6 +205,15 @@ class Recording:
     guess: bool | None = None
     """The answer taken for conditions on values that only a real run has; None if there was no such condition."""
 
+    other_branch: Recording | None = None
+    """The recording of the same forward with the other answer to these conditions; None if there was no such condition,
+    or the code raises in the other branch."""
+
+    @property
+    def branches(self) -> tuple[Recording, ...]:
+        """This recording, and that with the other answer to conditions on values if there is one."""
+        return (self,) if self.other_branch is None else (self, self.other_branch)
+
     @property
     def num_samples(self) -> int:
         """The size of the recorded batch, in samples; 1 if no input has a dim of samples."""

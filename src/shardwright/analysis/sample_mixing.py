@@ -314,11 +314,13 @@ def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> bool:
     recording = next((record for record in tried if record is not None), None)
     if recording is None:
         return False
-    axes = axes_of(recording)
-    flow = follow_samples(recording, axes) if alike else SampleFlow()
-    sums, back = _sums(recording, axes)
-    names = [call.name for call in back] + [name for _, name in meetings(recording, axes, flow)]
-    names += [call.name for call in other_means(recording, axes, sums, _trained(recording), targets=targets)]
+    names = list[str]()
+    for branch in recording.branches:
+        axes = axes_of(branch)
+        flow = follow_samples(branch, axes) if alike else SampleFlow()
+        sums, back = _sums(branch, axes)
+        names += [call.name for call in back] + [name for _, name in meetings(branch, axes, flow)]
+        names += [call.name for call in other_means(branch, axes, sums, _trained(branch), targets=targets)]
     for name in dict.fromkeys(names):
         warn_of_meeting(["the loss"], name, stacklevel=2)
     return bool(names)
