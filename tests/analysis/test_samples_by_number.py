@@ -106,6 +106,10 @@ MEET = {
     "scaled_dot_product_attention": lambda m, y, x: functional.scaled_dot_product_attention(y[None], y[None], y[None])[
         0
     ],
+    "cat of a shift": lambda m, y, x: y * torch.cat([y[1:], y[:1]]),
+    "cat behind a row": lambda m, y, x: torch.cat([torch.zeros(1, 8), y[:-1]]),
+    "embedding": lambda m, y, x: y + functional.embedding(backwards(y), y),
+    "embedding by a buffer": lambda m, y, x: y + functional.embedding(m.places, y).sum(0),
     "index_add": in_groups,
     "scatter_reduce": in_scattered_groups,
 }
@@ -157,6 +161,8 @@ APART = {
     "a loop that writes": loop_with_writes,
     "the shape of one sample": lambda m, y, x: y * y[0].numel(),
     "whole slices": lambda m, y, x: y + y[:] * y[0:] + y[:, :1] + y[..., -1:] + y.flip(1),
+    "looked up in order": lambda m, y, x: y + functional.embedding(torch.arange(len(y)), y),
+    "looked up in a table": lambda m, y, x: y + functional.embedding(y.argmax(1), m.inner.weight),
     "parts put together again": lambda m, y, x: y + torch.cat([part.tanh() for part in y.split(4)]),
     "two batches, end to end": joined_and_parted,
     "one of each sample's tokens": last_of_each,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwright.analysis.class_counts import used_counts
 from shardwright.analysis.copying import copied
 from shardwright.analysis.dim_letters import Role
 from shardwright.analysis.hidden_outputs import unseen_outputs
@@ -138,6 +139,7 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
       results;
     - sums over samples that are written into a buffer, or whose values code reads;
     - running counts, along the samples, of what the model has decided, as for experts of limited capacity;
+    - counts of samples by class, with which code computes (:func:`used_counts`);
     - rows in which the samples lie in two orders, and operators that mix rows which a condition has selected.
 
     ``flow`` has the samples picked by number (:func:`follow_samples`). It may be empty, for example where some inputs
@@ -204,6 +206,7 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
         meets = bool(one and other) and one != other and any(use.has_fractions for use in call.results)
         if meets and not leading.isdisjoint(call.results):
             causes[call.module, f"{call.name}, of rows in which the samples lie in two orders,"] = None
+    causes.update(dict.fromkeys(used_counts(recording, axes, trained, leading)))
     for module, use in recording.read:
         if use in sums:
             causes[module, f"a decision by a {sums[use].name}"] = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -110,7 +111,7 @@ def follow_samples(recording: Recording, axes: RunAxes) -> SampleFlow:
 
     def may_pick(call: RecordedCall) -> bool:
         first = next(iter(call.operands), None)
-        picks = call.name == "index" or call.name.removesuffix("_copy") in _DIM_ARGUMENTS
+        picks = call.name in ("index", "embedding") or call.name.removesuffix("_copy") in _DIM_ARGUMENTS
         if first is None or first.kind == "constant" or not picks:
             return False
         return any(not batch.isdisjoint(leaves(axis)) for axis in axes.of(first))
@@ -200,7 +201,7 @@ class _SampleFollower:
         first = self._values.get(call.operands[0])
         if first is not None and name in _DIM_ARGUMENTS and len(values) == 1:
             results = self._picked(call, first, call.argument(_DIM_ARGUMENTS[name], "dim", 0))
-        elif call.name == "index":
+        elif call.name in ("index", "embedding"):
             results = self._indexed(call, first)
         elif call.name in _MOVES and first is not None:
             given_dims = call.argument(_MOVES[call.name], "dims") or range(len(first.dims))
@@ -292,9 +293,13 @@ class _SampleFollower:
         return SampleUse(samples, dims, picked)
 
     def _indexed(self, call: RecordedCall, value: SampleUse | None) -> list[SampleUse]:
-        """Returns the samples of the result of ``x[index]``; only an index that is a constant shows what it picks."""
+        """Returns the samples of the result of ``x[index]``, or of a lookup of samples as if they were a table's rows.
+
+        Only an index that is a constant shows what it picks.
+        """
         out = call.results[0]
-        indices = [(dim, index) for dim, index in enumerate(call.args[1]) if index is not None]
+        by_dim = enumerate(call.args[1]) if call.name == "index" else ((0, call.args[1]),)
+        indices = [(dim, index) for dim, index in by_dim if index is not None]
         lost = [SampleUse(None, _none(out))]
         if value is None or any(index.dtype is torch.bool for _, index in indices):
             return lost
@@ -344,21 +349,34 @@ class _SampleFollower:
     def _put_together(self, call: RecordedCall, dims: tuple[SampleDim | None, ...]) -> tuple[SampleDim | None, ...]:
         """Returns where a concatenation holds its samples, and notes a concatenation in another order than the batch's.
 
-        ``dims`` are returned unchanged unless each operand comes from one sample alone.
+        ``dims`` are returned unchanged if none of the operands comes from one sample alone.
         """
         dim = call.argument(1, "dim", 0) % max(len(dims), 1)
-        if dims and dims[dim] is not None and dims[dim].is_permuted:
-            self._note(call, call.operands, call.results)
-        numbers = [self.flow.sample_of(use) for use in call.operands]
-        known = [number for number in numbers if number is not None]
-        if len(known) < len(numbers) or not dims or dims[dim] is not None:
+        if not dims:
             return dims
-        sizes = [use.shape[dim] if call.name == "cat" else 1 for use in call.operands]
-        row_samples = tuple(number for number, size in zip(known, sizes, strict=True) for _ in range(size))
-        rows = _rows_of(row_samples, SampleDim(()))
-        if rows is not None and rows.is_permuted:
+        rows = dims[dim]
+        if any(self.flow.sample_of(use) is not None for use in call.operands):  # rows that no dim of the operand shows
+            parts = [self._held_along(use, dim, call.name == "stack") for use in call.operands]
+            is_known = rows is not None or all(NO_SAMPLE not in part for part in parts)
+            rows = _rows_of(tuple(chain.from_iterable(parts)), SampleDim(())) if is_known else rows
+        if rows is not None and (rows.is_permuted or self._displaces(rows)):
             self._note(call, call.operands, call.results)
         return (*dims[:dim], rows, *dims[dim + 1 :])
+
+    def _held_along(self, use: TensorUse, dim: int, is_stacked: bool) -> list[int]:
+        """Returns the sample of each index along a dim of one of the tensors that are put together."""
+        sample, size = self.flow.sample_of(use), 1 if is_stacked else use.shape[dim]
+        if sample is not None:
+            return [sample] * size
+        value = self._values.get(use)
+        rows = None if value is None or is_stacked else value.dims[dim]
+        return [NO_SAMPLE] * size if rows is None else rows.each
+
+    def _displaces(self, rows: SampleDim) -> bool:
+        """Returns whether a dim has a row for each sample of the batch, and at one of them the row of another."""
+        if (rows.outside, len(rows.rows)) != (1, self._num_samples):
+            return False
+        return any(sample not in (NO_SAMPLE, place) for place, sample in enumerate(rows.rows))
 
     def _compare(self, call: RecordedCall) -> None:
         """Notes an operator that combines picked samples with others, unless the operands are single numbers."""
@@ -439,7 +457,9 @@ class _SampleFollower:
 
 def _indexed_dims(call: RecordedCall) -> Iterator[tuple[TensorUse, TensorUse, int]]:
     """Yields each dim along which an operator takes elements by indices: the tensor, the indices, the dim."""
-    if call.name in ("index_select", "gather"):
+    if call.name == "embedding":
+        yield call.args[0], call.args[1], 0
+    elif call.name in ("index_select", "gather"):
         x, dim, index = call.args[:3]
         yield x, index, dim % max(len(x.shape), 1)
     elif call.name == "index" and isinstance(call.args[0], TensorUse):
