@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from shardwright.models.losses import CrossEntropy
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.plans import plan_layouts
+from shardwright.planner.short import ShortModel
 
 
 def test_a_model_that_is_shortened_twice_keeps_its_head():
@@ -34,3 +36,20 @@ def test_blocks_of_a_named_sequential_are_known_by_their_names():
         )
         assert not price.records.note
         assert price.waterfall == numbered.waterfall
+
+
+def test_what_a_stage_sends_is_counted_of_blocks_that_are_called_by_keyword():
+    class Blocks(nn.Module):
+        def __init__(self, by_keyword):
+            super().__init__()
+            self.blocks, self.by_keyword = nn.ModuleList(nn.Linear(4, 4) for _ in range(6)), by_keyword
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(input=x) if self.by_keyword else block(x)
+            return x
+
+    batch = torch.ones(4, 4), torch.zeros(4, dtype=torch.long)
+    models = Blocks(False), Blocks(True)
+    shorts = (ShortModel(model, CrossEntropy(), batch, "cuda", {}, ModelPlans(model)) for model in models)
+    assert [short.sent_bytes for short in shorts] == [16, 16]

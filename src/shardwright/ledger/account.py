@@ -222,7 +222,8 @@ def rehearsal_errors_explained() -> Iterator[None]:
         yield
     except (LayoutError, PlanError):
         raise
-    except (RuntimeError, TypeError, ValueError, LookupError, AssertionError) as failure:  # checks in its code too
+    # the last two are raised by lookups and checks in the model's code
+    except (RuntimeError, TypeError, ValueError, LookupError, AssertionError) as failure:
         raise PlanError(
             "a step of the model cannot be rehearsed without values on such a batch",
             given=f"{type(failure).__name__}: {first_line(failure)}",
@@ -297,7 +298,7 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor | None]:
 
 @contextmanager
 def _observing(run: Run, tracker: Tracker) -> Iterator[None]:
-    """A context in which the tracker is notified of gradients, of logits, and of the executor's actions."""
+    """Returns a context in which the tracker is notified of gradients, of logits, and of the executor's actions."""
     parameters = _trainable(run)
 
     def begin(action: Action) -> None:

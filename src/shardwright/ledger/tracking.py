@@ -134,7 +134,8 @@ class Tracker(TorchDispatchMode):
     """A dispatch mode that tracks the storages allocated by this thread's operators until they are freed.
 
     ``blocks`` are the rank's blocks of shared memory, which count too. With ``device``, only storages on devices of its
-    type count. ``run_operator`` runs each operator: a rehearsal records it, without a dispatch mode of its own.
+    type count. ``run_operator`` runs each operator. A rehearsal passes a function that also records it, which saves a
+    dispatch mode of its own.
 
     >>> with Tracker() as tracker:
     ...     x = torch.ones(100)

@@ -21,34 +21,35 @@ from shardwright.planner.price import Price
 SPREAD = (0.1, 0.6, 0.3)
 """Prior standard deviations of the factors of :class:`TimeScale` around their common value: products, memory, messages.
 
-Chosen, not fitted. Products reach much the same share of the peak whoever calls them. Operators that memory bounds are
-counted as this runtime runs them, one by one; another one fuses some or nearly all. How much of messages hides lies
-between.
+They are chosen, not fitted. Matrix products reach much the same share of the peak in every program. Memory-bound
+operators differ the most: they are priced one by one, as this runtime runs them, and other programs fuse some or nearly
+all of them. Messages lie between, since programs differ in how much of them they overlap with computation.
 """
 
 COMMON, FAR = 0.2, 1.5
-"""The expected difference from 1 of what all three factors share, if the runs do not show a larger one; and how many
-times as long as predicted runs take, or predictions as runs, that are taken to be of a slower or faster machine, and
-not of one that is expected to be as predicted. Both chosen."""
+"""``COMMON`` is the prior standard deviation of what all three factors share, around its expected value. ``FAR`` is the
+ratio of measured to predicted seconds up to which that expected value is 1. Beyond it (or below its inverse), the
+machine is taken to be slower (or faster) as a whole, and the expected value is the ratio divided by ``FAR`` (or by its
+inverse). Both are chosen, not fitted."""
 
 LEAST = 0.05
-"""The least factor, of what all are expected to be: what another runtime hides or fuses takes some time still."""
+"""The smallest factor, as a share of the expected value. What another runtime hides or fuses still takes some time."""
 
 NINE_IN_TEN, MOST_ERROR = 1.645, 0.9
-"""How many standard deviations nine in ten normal errors stay within; and the largest relative error that is stated."""
+"""How many standard deviations nine in ten normal errors lie within, and the largest error that is ever returned."""
 
 NOISE = 0.1
-"""The expected relative error of a step's prediction that no factors correct."""
+"""The expected relative error of a predicted step time that remains after the factors have corrected it."""
 
 
 INTERVAL, DEGREES = 0.17, 4
-"""The error of predicted step times, relative to measured ones, that nine in ten published runs do not exceed, and how
-many anchors it weighs as much as.
+"""``INTERVAL`` is the relative error of predicted step times that nine in ten published runs do not exceed, and
+``DEGREES`` is the number of anchors that it weighs as much as in :func:`error_of`.
 
-It is the ninth decile, rounded up to a percent, of the row "several nodes, a model size left out" in the newest file of
-``benchmarks/planner/results``: constants were fitted to runs of other model sizes. On machines of which nothing was
-measured errors are taken to be at least as large. The rows with anchors there say how many runs lie within the interval
-that :func:`error_of` gives them."""
+``INTERVAL`` is the ninth decile, rounded up to a percent, of the row "several nodes, a model size left out" in the
+newest file of ``benchmarks/planner/results``, where constants were fitted to runs of other model sizes. On machines
+where nothing was measured, errors are taken to be at least as large. The rows with anchors in that file say how many
+runs lie within the interval that :func:`error_of` gives them."""
 
 
 SecondsByCause = tuple[float, float, float]
@@ -80,15 +81,16 @@ UNMEASURED = {
     "h100-80gb": _ON_H100,
     "h200-141gb": _ON_H100,
 }
-"""How long steps took on accelerators of which nothing was measured here: 99 published runs of another library.
+"""By accelerator, how long the steps of 99 published runs of another library took, as multiples of the prediction.
 
-They are rows of the newest file of ``benchmarks/planner_unmeasured/results``, rounded to a percent. Steps were priced
-as ``plan`` does, with two constants that were fitted to runs of models of other widths. The constants of profiles are
-fitted to all of them. The H200 has the chip of the H100, and other memory."""
+They are used where nothing was measured on the user's cluster. The numbers are rows of the newest file of
+``benchmarks/planner_unmeasured/results``, rounded to a percent. There steps are priced as ``plan`` does, with the
+constants of :data:`FITTED` fitted to runs of models of other widths; in the profiles these are fitted to all runs. The
+H200 has the chip of the H100 with other memory, so it has the same numbers."""
 
 UNKNOWN = StepTimes(1.08, 1.24, 1.89, "A100s and H100s", is_fitted=False)
-"""The same for other accelerators, which have default constants: of runs priced with these, the outermost quantiles of
-an accelerator, and the median of all."""
+"""The same for all other accelerators, from these runs priced with the default constants: the lowest and the highest
+quantile of any accelerator, and the median of all runs."""
 
 
 def published_times(name: str, constants: Constants) -> StepTimes | None:
@@ -107,16 +109,16 @@ def published_times(name: str, constants: Constants) -> StepTimes | None:
 
 
 MOST_ANCHORED = 5
-"""The factor from predicted to measured seconds above which anchors are warned of."""
+"""The factor of a :class:`TimeScale` above which ``plan`` warns that the anchors may be wrong."""
 
 
 @dataclass(frozen=True)
 class TimeScale:
-    """The factors by which predicted seconds are multiplied to match measured runs, by what bounds the operators.
+    """The factors by which predicted seconds are multiplied to match measured runs, one for each kind of work.
 
-    ``products`` is that of matrix products and attention, ``memory`` that of all other operators, of launches and of
-    the optimizer, and ``messages`` that of exposed messages. ``error`` is the relative error that nine in ten corrected
-    predictions are taken not to exceed.
+    ``products`` is that of matrix products and attention, ``messages`` that of exposed messages, and ``memory`` that of
+    all other parts: other operators, launches, the optimizer and the constant of a step. ``error`` is the relative
+    error that nine in ten corrected predictions are taken not to exceed.
 
     >>> TimeScale(2.0, 1.0, 1.0).products
     2.0
@@ -129,14 +131,14 @@ class TimeScale:
 
     @property
     def factors(self) -> tuple[float, float, float]:
-        """The three factors, in order."""
+        """The factors of products, memory and messages, in this order."""
         return self.products, self.memory, self.messages
 
     def of(self, price: Price) -> Price:
         """Returns ``price`` with its seconds multiplied by the factors.
 
-        A bubble takes as much longer as the operators of the stage do. The step's seconds follow from the parts; the
-        bubble's share of the stages' time stays.
+        The bubble's seconds are multiplied by the mean factor of the operators, weighted by their seconds. ``step_s``
+        becomes the sum of the parts; the share ``bubble`` is unchanged.
         """
         products, others, _ = _alone(price.waterfall)
         bubble = (self.products * products + self.memory * others) / (products + others) if products + others else 1.0
@@ -239,7 +241,8 @@ def scale_of(anchors: Sequence[tuple[Price, float]]) -> TimeScale:
 def parts_of(waterfall: Mapping[str, float]) -> SecondsByCause:
     """Returns the seconds of a step's products, of its other operators, and of its messages; they add up to the step.
 
-    ``waterfall`` has the seconds of each part. Those of the bubble are divided among operators as the others are.
+    ``waterfall`` has the seconds of each part. Those of the bubble are divided between products and other operators in
+    proportion to their own seconds.
 
     >>> parts_of({"matmul": 3.0, "memory": 1.0, "tp": 0.5, "bubble": 2.0})
     (4.5, 1.5, 0.5)
@@ -254,9 +257,9 @@ def factors_of(runs: Sequence[tuple[SecondsByCause, float]]) -> TimeScale:
     """Returns the factors from runs as (predicted seconds by part, measured seconds of a step).
 
     Without any run, all are 1. With one, all are its measured seconds divided by its predicted ones. With more, they
-    are the likeliest ones for errors of :data:`NOISE` where, before the runs are known, factors differ from each other
-    by :data:`SPREAD`, and all together from 1 by :data:`COMMON`, or by as much as the runs do in the mean. If that is
-    more than :data:`FAR`, the rest of it is taken as known.
+    maximize the posterior probability, for relative errors of :data:`NOISE` and a normal prior: factors differ from
+    their common value by :data:`SPREAD`, and that differs from its expected value by :data:`COMMON`, or by as much as
+    the runs do in the mean if that is more. :data:`FAR` says what the expected value is.
 
     >>> factors_of([((1.0, 0.5, 0.5), 3.0)])
     TimeScale(products=1.5, memory=1.5, messages=1.5, error=0.240...)
@@ -273,10 +276,10 @@ def factors_of(runs: Sequence[tuple[SecondsByCause, float]]) -> TimeScale:
 def error_of(runs: Sequence[tuple[SecondsByCause, float]], factors: SecondsByCause, fitted: float = 1.0) -> float:
     """Returns the relative error that nine in ten predictions, corrected by these runs, are taken not to exceed.
 
-    It starts from :data:`INTERVAL`. Runs that agree with each other narrow it, from three or four on, and others widen
-    it: the variance of the errors is estimated from the runs' own and from the interval, which counts as
-    :data:`DEGREES` runs. A factor of few runs carries their noise, so one or two widen it. ``fitted`` is how many
-    factors the runs have determined, three at most: one that stays near to what was expected counts as a part of one.
+    The variance of the errors is estimated from those of ``runs`` and from :data:`INTERVAL`, which counts as
+    :data:`DEGREES` runs. So runs that agree with each other narrow the error from three or four runs on, and others
+    widen it. One or two runs widen it too, since factors found from few runs carry their noise. ``fitted`` is how many
+    of the three factors the runs determine; a factor that the prior holds near its expected value counts as a fraction.
 
     >>> agreeing = [((1.0, 0.5, 0.5), 2.0)] * 6
     >>> [round(error_of(agreeing[:number], (1.0, 1.0, 1.0)), 3) for number in (1, 3, 6)]
@@ -289,7 +292,7 @@ def error_of(runs: Sequence[tuple[SecondsByCause, float]], factors: SecondsByCau
 
 
 def _factors(runs: Sequence[tuple[SecondsByCause, float]]) -> tuple[SecondsByCause, float]:
-    """Returns the factors, and how many of them the runs have determined."""
+    """Returns the factors, and how many of them the runs determine, which is ``fitted`` in :func:`error_of`."""
     common = sum(measured / sum(parts) for parts, measured in runs) / len(runs)
     if len(runs) == 1:
         return (common, common, common), 1.0
@@ -300,7 +303,7 @@ def _factors(runs: Sequence[tuple[SecondsByCause, float]]) -> tuple[SecondsByCau
     products = predicted.T @ predicted
     right_side, matrix = predicted.sum(0) + weights.sum(1), products + weights
     factors, free = np.full(3, LEAST), np.ones(3, dtype=bool)
-    while free.any():  # the others are at their least
+    while free.any():  # factors that are not free are held at LEAST
         remainder = right_side[free] - matrix[np.ix_(free, ~free)].sum(1) * LEAST
         factors[free] = np.linalg.solve(matrix[np.ix_(free, free)], remainder)
         if factors.min() >= LEAST:

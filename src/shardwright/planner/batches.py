@@ -12,10 +12,11 @@ from shardwright.planner.plan_results import Plans
 
 @dataclass(frozen=True)
 class BatchPlans:
-    """The plans of several global batches, by their numbers of samples; of a batch without a layout, why it has none.
+    """The plans of several global batches, by number of samples (``plans``).
 
-    ``best`` is the batch whose best layout trains the most tokens a second of those that fit; of equal ones the
-    smallest. If none fits, it is the smallest that has a layout.
+    ``refused`` has, for each batch for which no layout was found, the text of the error. ``best`` is the batch whose
+    best layout trains the most tokens a second of those that fit, and the smallest of equal ones. If none fits, it is
+    the smallest that has a layout.
     """
 
     plans: dict[int, Plans]
@@ -28,9 +29,9 @@ class BatchPlans:
         return max(fit, key=lambda row: (row["tokens_per_s"], -row["batch"]))["batch"] if fit else min(self.plans)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns each batch as plain data for JSON: its best layout, expected step, memory, and whether it fits.
+        """Returns a row of plain data for each batch, the smallest first: best layout, expected step, memory, fit.
 
-        A batch without a layout has None in place of these, and the error in ``why``.
+        In the row of a batch without a layout these are None, ``fits`` is False and ``why`` has the error.
         """
         rows_by_size = {}
         for size, plans in self.plans.items():
@@ -63,9 +64,9 @@ class BatchPlans:
 
 
 def plan_batches(sizes: Sequence[int], plan: Callable[[int], Plans]) -> BatchPlans:
-    """Returns ``plan(size)`` for each size of the global batch.
+    """Returns the result of ``plan(size)`` for each size of the global batch, and the errors of sizes it refuses.
 
-    Raises: LayoutError: ``plan`` does for every size.
+    Raises: LayoutError: ``plan`` raises it for every size; the error is that of the last one.
     """
     plans, refused = dict[int, Plans](), dict[int, str]()
     for size in sizes:
@@ -73,7 +74,7 @@ def plan_batches(sizes: Sequence[int], plan: Callable[[int], Plans]) -> BatchPla
             plans[size] = plan(size)
         except LayoutError as error:
             refused[size] = str(error)
-            if len(refused) == len(sizes):
+            if len(refused) == len({*sizes}):
                 raise
     return BatchPlans(plans, refused)
 

@@ -1,7 +1,7 @@
-"""Tells whether a model's forward calls its alike blocks alike, so that a few of them can stand for all.
+"""Finds out whether a model's forward uses all its repeated blocks in the same way, so that a few can stand for all.
 
 Blocks with the same code and sizes may still be used in different ways: some under ``torch.no_grad``, some never, some
-on fewer tokens, some with a layer of their own behind them. And code that indexes its blocks may not run with fewer.
+on fewer tokens, some followed by a layer of their own. And code that indexes its blocks may not run with fewer of them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from shardwright.parallelize.planning import without_storage
 from shardwright.planner.blocks import AlikeBlocks
 
 _SUMS = frozenset(("add", "radd", "iadd"))
-"""The names of the functions that add two tensors, or a number and a tensor, without their underscores."""
+"""The names, without underscores at their ends, of the functions that add two tensors, or a number and a tensor."""
 
 FEW = 2
-"""The number of blocks with which a forward is tried beside all of them."""
+"""The number of blocks of the shortened model whose forward is compared with that of the whole model."""
 
 
 class _FunctionCall(NamedTuple):
-    """A call of a function of torch: its name, the shapes of its tensors, and the parameters among these.
+    """A call of a torch function: its name, its tensors' shapes, whether autograd is on, and its parameters' names.
 
-    A parameter of a block is named as in the block.
+    A parameter of a block has its name within the block, so that calls of different blocks can be equal.
     """
 
     function: str
@@ -42,7 +42,7 @@ class _FunctionCall(NamedTuple):
 
 
 class _BlockRun(NamedTuple):
-    """What one block calls, from its first function to its last, and what is called between the one before and it."""
+    """The torch functions that one block calls, and those called between the block before and this one."""
 
     block: int
     between: list[_FunctionCall]
@@ -50,7 +50,7 @@ class _BlockRun(NamedTuple):
 
 
 class _FunctionLog(TorchFunctionMode):
-    """Records which torch functions a forward calls, and in which of the repeated blocks; None is outside of all."""
+    """Records each torch function that a forward calls, with the index of the calling block; None outside of blocks."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class _FunctionLog(TorchFunctionMode):
             parameters = model.get_submodule(name).named_parameters()
             self._names |= {id(parameter): f"(block).{inner}" for inner, parameter in parameters}
             for module in modules:
-                if times[module] == 1:  # one that blocks share, as a rotary table, is of the block that calls it
+                if times[module] == 1:  # a module that blocks share, such as a rotary table, belongs to its caller
                     module.register_forward_pre_hook(self._entering(number))
                     module.register_forward_hook(self._leave, always_call=True)
 
@@ -78,19 +78,20 @@ class _FunctionLog(TorchFunctionMode):
         if tensors:
             names = tuple(self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names)
             name, shapes = getattr(func, "__qualname__", ""), tuple(tensor.shape for tensor in tensors)
-            if name.rpartition(".")[2].strip("_") in _SUMS:  # a sum of numbers that begins with 0, which is no tensor
+            # Python's sum() of scalar tensors begins with the number 0: its first call has one tensor, the others two
+            if name.rpartition(".")[2].strip("_") in _SUMS:
                 name, shapes = "add", tuple(filter(None, shapes))
             call = _FunctionCall(name, shapes, torch.is_grad_enabled(), names)
             self.calls.append((self._inside[-1] if self._inside else None, call))
         return func(*args, **(kwargs or {}))
 
     def runs(self) -> tuple[list[_BlockRun], list[_FunctionCall]]:
-        """Returns what each block calls in turn, and what is called after the last one."""
+        """Returns the calls of each block, in the order of the forward, and the calls after the last block."""
         runs, between = list[_BlockRun](), list[_FunctionCall]()
         for block, call in self.calls:
             if block is None:
                 between.append(call)
-            elif runs and runs[-1].block == block:  # what is called in between is the block's: a list's, say
+            elif runs and runs[-1].block == block:  # calls between two of a block's are its own: it may be a ModuleList
                 runs[-1].calls.extend((*between, call))
                 between = []
             else:
@@ -102,9 +103,9 @@ class _FunctionLog(TorchFunctionMode):
 def unlike_in_run(model: nn.Module, blocks: AlikeBlocks, inputs: Any) -> str:
     """Returns why a few of a model's blocks cannot stand for all in its forward on ``inputs``, or "".
 
-    The forward of a copy without values runs on the meta device, with all blocks and with two. If it does not run there
-    with all of them, nothing is known, and "" is returned. Where blocks differ, a second forward is looked at: the
-    first may have made tables that later calls find.
+    The forward of a copy runs on the meta device, with all blocks and with two. If it does not run there with all of
+    them, nothing is known, and "" is returned. If a first forward shows a difference, a second one decides, since the
+    first may have filled a cache, such as a table of positions, that later calls read.
 
     >>> class Frozen(nn.Sequential):
     ...     def forward(self, x):
@@ -151,7 +152,7 @@ def _functions_outside(runs: Sequence[_BlockRun], after: Sequence[_FunctionCall]
 
 
 def _logged(model: nn.Module, names: Sequence[str], inputs: Any, times: int) -> _FunctionLog | None:
-    """Returns what the last of so many forwards calls, or None if the user's code does not run on the meta device."""
+    """Returns the calls of the last of ``times`` forwards, or None if the model does not run on the meta device."""
     log = _FunctionLog(model, names)
     for _ in range(times):
         log.calls.clear()

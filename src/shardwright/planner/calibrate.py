@@ -1,7 +1,7 @@
-"""``calibrate``: measures this machine through the library's own code, and returns a cluster file with what it found.
+"""``calibrate``: measures this machine through the library's own code, and returns a cluster file with the results.
 
-A measured constant replaces a guess, and beside the constants stand what formulas do not know: a factor for each
-operator and for the model's kind of block, and the seconds of messages by size. Nothing is fitted to a layout's step.
+Measured constants replace guesses. The file also has what the formulas cannot know: a factor for each operator and for
+the class of the model's blocks, and the seconds of messages by size. Nothing is fitted to the step of a whole layout.
 """
 
 from __future__ import annotations
@@ -49,28 +49,25 @@ from shardwright.planner.records import record_layout
 from shardwright.planner.stopwatch import Timing
 
 LIMIT_S = 70.0
-"""The seconds after which ranks begin no other measurement; with their start, a calibration takes 90."""
+"""The seconds after which ranks begin no further measurement; with their start, a calibration takes 90 s."""
 
 GUESSED_GB_PER_S = 1.0
 """The bandwidth of a link that neither was measured nor is in a profile."""
 
 LEAST_OPERATOR_S = 2e-6
-"""The seconds of a call of an operator below which its time is that of its start, and no factor is measured."""
+"""An operator that takes fewer seconds a call gets no factor, since most of its time is that of its launch."""
 
 
 @dataclass(frozen=True)
 class CalibratedCluster:
-    """A calibrated cluster: the table of its TOML file, and what was measured.
-
-    ``spread`` has the spread of each kind of measurement, as a share of the median.
-    """
+    """A calibrated cluster: the table of its TOML file, and what was measured."""
 
     table: Mapping[str, Any]
     measurements: Measurements
 
     @property
     def spread(self) -> Mapping[str, float]:
-        """The spread of each kind of measurement: the median of that of its single ones."""
+        """By kind of measurement, such as "messages", the median of the :class:`Timing` spreads of that kind."""
         spread: Mapping[str, float] = self.table["spread"]
         return spread
 
@@ -95,7 +92,7 @@ class CalibratedCluster:
         return toml_text(self.table)
 
     def summary(self) -> str:
-        """Returns what was found as text for a terminal."""
+        """Returns the measured figures, factors and messages as text for a terminal."""
         cluster, constants = self.cluster, self.cluster.constants
         lines = [
             f"{cluster}, {self.table['source']}",
@@ -124,12 +121,13 @@ def calibrate(
 ) -> CalibratedCluster:  # fmt: skip
     """Measures this machine as the ranks of ``layout`` use it, and returns a cluster that ``plan`` takes.
 
-    ``build`` returns a model and its loss, and maybe more; with ranks as processes it is pickled. Of its repeated
-    blocks a few are trained, on as many samples of the global ``batch`` (inputs, targets) as a microbatch has. ``base``
-    names the profile of the accelerator, by default the one that its name is most like; figures that are not measured
-    are taken from it. Calls of which the time limit allows fewer are left out, and notes say so.
+    ``build`` returns a model and its loss, and maybe more; with ranks as processes it is pickled. A few of the model's
+    repeated blocks are trained, on as many samples of the global ``batch`` (inputs, targets) as a microbatch has.
+    ``base`` names the profile of the accelerator, from which figures that are not measured are taken; by default it is
+    the profile that matches the accelerator's name and memory, and none on CPUs. What does not fit into ``limit_s``
+    seconds is not measured, and the cluster's notes say so.
 
-    Raises: LayoutError, PlanError: as of ``launch``; the model cannot be built or rehearsed.
+    Raises: LayoutError, PlanError: as of ``launch``; there is no profile ``base``; or the model cannot be rehearsed.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     samples = max(1, num_rows(batch) // num_shares(layout))
@@ -148,7 +146,7 @@ def calibrate(
 def _table(
     job: CalibrationJob, found: Measurements, known: Device | None, device_type: str, ranks: Ranks
 ) -> dict[str, Any]:
-    """Returns the table of the cluster file: figures and constants, then factors, which need them."""
+    """Returns the table of the cluster file: figures and constants, then the factors, which are computed with them."""
     nodes = _nodes(job.layout)
     figures, sources, constants = _figures(job, found, known, device_type)
     table: dict[str, Any] = {
@@ -178,7 +176,7 @@ def _nodes(layout: Layout) -> Nodes:
 
 
 def _profile_of_this(base: str) -> Device | None:
-    """Returns the profile called ``base``, or that of this machine's accelerator; None if none is like its name."""
+    """Returns the profile called ``base``, or that of this machine's accelerator; None if none matches its name."""
     if base:
         return profile(base)
     (name,) = devices.names()[:1] or [""]
@@ -191,7 +189,7 @@ def _profile_of_this(base: str) -> Device | None:
 
 
 def _within(constants: Mapping[str, float]) -> dict[str, float]:
-    """Returns constants within their bounds; one at its bound is warned of by ``plan``."""
+    """Returns the constants, limited to their bounds; ``plan`` warns of most constants that are at a bound."""
     bounds = {row["name"]: row["bounds"] for row in Constants().rows()}
     return {name: min(max(value, bounds[name][0]), bounds[name][1]) for name, value in constants.items()}
 
@@ -199,7 +197,7 @@ def _within(constants: Mapping[str, float]) -> dict[str, float]:
 def _figures(
     job: CalibrationJob, found: Measurements, known: Device | None, device_type: str
 ) -> tuple[dict[str, Any], dict[str, str], dict[str, float]]:
-    """Returns the device's figures, their sources, and the constants of products and of memory."""
+    """Returns the device's figures, their sources, and the constants of products, of memory and of overlap."""
     rates = [2 * m * n * k / timing.seconds for (m, n, k), timing in found.products]
     copied = [2 * size / timing.seconds for size, timing in found.copies]
     if known is not None:
@@ -241,7 +239,8 @@ def _fitted_products(
 ) -> tuple[float, float]:
     """Returns the efficiency e of products and the summed dim k0 at which they reach half of it.
 
-    1 / (share of the peak) is 1/e + (k0/e) / k: the least squares of its relative errors.
+    A product of summed dim k is taken to need y = 1/e + (k0/e) / k times as long as at the peak of the multiprocessors
+    that its tiles fill. The fit minimizes the sum of the squared relative errors of y.
 
     >>> timing = lambda m, n, k: Timing(2 * m * n * k / (1e9 * 0.8 * k / (k + 50)), 0.0, 10)
     >>> e, k0 = _fitted_products([((m, 64, k), timing(m, 64, k)) for m, k in ((64, 32), (128, 64), (64, 512))], 1e9, 1)
@@ -265,7 +264,10 @@ def _fitted_products(
 def _links(
     found: Measurements, nodes: Nodes, known: Device | None, table: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, float], list[str]]:
-    """Returns the tables of measured messages, the constants of links, and notes; sets the link's figure."""
+    """Returns rows of measured messages, the constants of links, and notes.
+
+    Without a profile, it also writes the measured bandwidth of each link into ``table``.
+    """
     rows_of: dict[tuple[str, str], dict[str, Any]] = {}
     for link in found.links:
         crosses = (link.ranks - 1) * link.stride >= nodes.ranks_per_node
@@ -281,7 +283,8 @@ def _links(
         if not sums:
             continue
         row = sums[0]
-        # over nodes, a ring of one rank of each; rings of their other ranks, with parts of the sum, go beside
+        # between nodes, a ring has one rank of each node; the other ranks of a node have rings of their own, which run
+        # at the same time, each with its part of the sum
         size, in_node = row["ranks"], 1
         by_node = Counter(rank * row["stride"] // nodes.ranks_per_node for rank in range(row["ranks"]))
         if tier == "between" and min(by_node.values()) > 1:
@@ -309,7 +312,7 @@ def _links(
 
 
 class StepParts(NamedTuple):
-    """A step by formula: seconds and starts of operators, in the forward and backward and in the optimizer's step."""
+    """A step by the formulas: seconds and launches of operators in the forward and backward, and in the update."""
 
     passes_s: float
     starts: int
@@ -320,7 +323,7 @@ class StepParts(NamedTuple):
 def _by_formula(
     cluster: Cluster, model: nn.Module, loss: nn.Module, batch: tuple[Any, Any], precision: Precision
 ) -> StepParts:
-    """Returns what one rank's step of a model takes by the formulas, with the factors that are known."""
+    """Returns what a model's step on one rank takes by the formulas and by the factors that ``cluster`` has already."""
     layout = Layout((), 1, precision)
     few: tuple[Any, Any] = tree_map_only(Tensor, lambda t: t.to("meta"), batch)
     job = job_for(model, loss, layout, few[0], tokens_of(few[0], layout))
@@ -341,9 +344,10 @@ def _step_constants(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the constants of a step, and how many times as long its operators take together as alone.
 
-    Two tiny models, which differ by their blocks, show what starting an operator takes, and what a step takes beside.
-    In steps of the model itself on one sample and on more, starts take longer, since kernels of other operators come
-    between them: there the part that does not grow with the samples is that of starts.
+    The second result has a factor for the class of the model's blocks and one for "optimizer". Steps of two tiny models
+    with different numbers of blocks give the seconds to launch an operator, and those of a step beside its operators.
+    Launches take longer in the model itself, since kernels of other operators run between them. So where the host
+    computes, its steps on one sample and on more are compared too: the part that does not grow is that of launches.
     """
     constants: dict[str, float] = {}
     with without_values():
@@ -374,10 +378,10 @@ def _step_constants(
     bounded = Constants().with_values("measured", **_within(constants))
 
     def left(seconds: float, started_s: float) -> float:
-        """The seconds of operators in a step, without those of their starts."""
+        """Returns the seconds of a step's operators, without those of their launches."""
         if on_host:
             return max(0.0, seconds - started_s)
-        return float(max(0.0, seconds**4 - started_s**4) ** 0.25)  # as smooth_max puts them together
+        return float(max(0.0, seconds**4 - started_s**4) ** 0.25)  # the inverse of smooth_max
 
     last, update_s = parts[-1], found.steps[-1].update.seconds
     together = {
@@ -388,7 +392,10 @@ def _step_constants(
 
 
 def _operator_factors(found: Measurements, cluster: Cluster) -> dict[str, float]:
-    """Returns by name how many times as long operators take as the formulas say, without the time of their start."""
+    """Returns by operator name the measured seconds divided by those of the formulas, both without launches.
+
+    Operators that take less than :data:`LEAST_OPERATOR_S` a call are left out.
+    """
     start_s = found.start.seconds if found.start is not None else 0.0
     measured: dict[str, list[tuple[float, float]]] = {}
     for call in found.calls:

@@ -1,8 +1,8 @@
 """The layouts that a search estimates: every division of the ranks over axes, with the options that may be of use.
 
-A division is estimated with each size of a microbatch and each option of copies that saves memory, the best estimates
-then with every schedule of stages and with recomputation. Later, a search adds the layouts that differ by one option
-from one that it has priced.
+A division is estimated with each size of a microbatch and with each option of model copies that saves memory, such as a
+ZeRO stage; the best estimates then with every pipeline schedule and with recomputation. Later, a search adds the
+layouts that differ by one option from one that it has priced.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MOST_SCHEDULED = 24
 """The number of best estimates whose layouts are also estimated with every other pipeline schedule."""
 
 FEWEST = 3
-"""The rank N: a search ends once no remaining layout can be faster than the N-th fastest priced one that fits."""
+"""The number N: a search ends once no layout left can be faster than the N-th fastest that was priced and fits."""
 
 MOST_NODES = 1
-"""The most nodes over which ranks that compute operators together may lie: messages between nodes take far longer."""
+"""The most nodes over which tensor-parallel ranks may lie: messages between nodes take far longer."""
 
 
 def divisions(num_ranks: int, kinds: Mapping[str, str]) -> Iterator[dict[str, int]]:
@@ -50,9 +50,10 @@ def divisions(num_ranks: int, kinds: Mapping[str, str]) -> Iterator[dict[str, in
 
 
 def first_estimates(estimator: Estimator, wanted: SearchConstraints, found: SearchResult) -> list[Estimate]:
-    """Returns the estimates of every division of the ranks that the words of the search allow.
+    """Returns the estimates of all layouts that a search begins with and that ``wanted`` allows.
 
-    Each is estimated with every option of copies that saves memory, the best then with every schedule of stages.
+    Every division of the ranks is estimated with every option of model copies that saves memory, and the best also with
+    every pipeline schedule and with recomputation. ``found`` counts the layouts that are left out, by reason.
     """
     default_axes = {strategy.axis for strategy in STRATEGIES.values() if strategy.default}
     kinds: dict[str, str] = {name: axis.kind for name, axis in layout_axes().items() if name in default_axes}
@@ -62,7 +63,7 @@ def first_estimates(estimator: Estimator, wanted: SearchConstraints, found: Sear
     for sizes in divisions(cluster.num_ranks, kinds):
         for layout in _layouts(sizes, kinds, estimator.batch, wanted, found, cluster.nodes.ranks_per_node, refusal):
             first = estimator.estimate(layout)
-            if first is None:  # refused for its operators or its schedule, whatever the microbatches
+            if first is None:  # its operators or its schedule are refused, and so with any other microbatches
                 why = estimator.refusal(layout)
                 if why:
                     found.reject(why, layout)
@@ -92,7 +93,7 @@ def _scheduled(
     estimator: Estimator, estimates: Iterable[Estimate], wanted: SearchConstraints, found: SearchResult,
     kinds: Mapping[str, str],
 ) -> list[Estimate]:  # fmt: skip
-    """Returns the best of the estimates with every other schedule of stages."""
+    """Returns estimates of the best :data:`MOST_SCHEDULED` layouts with every pipeline schedule but the default."""
     best = sorted(estimates, key=lambda estimate: estimate.over(wanted.limit_bytes))
     return [
         scheduled
@@ -107,15 +108,15 @@ def _recomputed(
     estimator: Estimator, estimates: Iterable[Estimate], recompute: str | None, wanted: SearchConstraints,
     found: SearchResult,
 ) -> list[Estimate]:  # fmt: skip
-    """Returns the estimates with activations recomputed, where that may be better than the best of them.
+    """Returns estimates of the layouts with ``recompute``, where these may be among the best.
 
-    Recomputation takes longer and less memory: it is no better where all fits, or where the layout without it is slower
-    already than others that fit.
+    Recomputation saves memory and takes longer. So it is left out where a layout fits without it, and where the step
+    with it takes longer than those of :data:`FEWEST` layouts that fit.
     """
     limit = wanted.limit_bytes
     plain = [candidate for candidate in estimates if candidate.layout.recompute == wanted.recomputed[0]]
     fit = [candidate.step_s for candidate in estimates if candidate.memory_bytes * TOO_MUCH <= limit]
-    again, longer = list[Estimate](), inf  # how many times as long a step takes with recomputation, at least
+    again, longer = list[Estimate](), inf  # the least ratio so far of a step with recomputation to that without it
     for base in sorted(plain, key=lambda candidate: candidate.step_s):
         layout = replace(base.layout, recompute=recompute)
         if base.memory_bytes * TOO_MUCH <= limit:
@@ -133,7 +134,7 @@ def _recomputed(
 
 
 def _named(estimator: Estimator, estimate: Estimate, kinds: Mapping[str, str]) -> Estimate:
-    """Returns an estimate of a layout that names the schedule of its stages."""
+    """Returns ``estimate`` with the default schedule named in its layout, if the layout names none."""
     factors = tuple(
         replace(f, options=f.options or estimator.default_schedule(f.axis)) if kinds[f.axis] == "stages" else f
         for f in estimate.layout.factors
@@ -149,7 +150,7 @@ def _with_each(
     wanted: SearchConstraints,
     found: SearchResult,
 ) -> Iterator[Estimate]:
-    """Yields the estimates of a layout with each of the options of one factor."""
+    """Yields estimates of ``layout`` with each of ``options`` in turn as the only option of its factor ``place``."""
     for option in options:
         factor = replace(layout.factors[place], options=(option,))
         tried = replace(layout, factors=(*layout.factors[:place], factor, *layout.factors[place + 1 :]))
@@ -174,7 +175,8 @@ def _layouts(
 ) -> Iterator[Layout]:
     """Yields a layout for each size of a microbatch, for one division of the ranks over axes.
 
-    ``refusal`` says why the model can have no microbatches, as text: then the layouts take the whole batch at once.
+    ``found`` counts the layouts that are left out, by reason, and ``in_node`` is the number of ranks of a node.
+    ``refusal`` is text on why the model can have no microbatches: then the layouts take the whole batch at once.
     """
     factors = tuple(_fixed(Factor(axis, (size,)), wanted) for axis, size in sizes.items() if size > 1)
     copies = prod(size for axis, size in sizes.items() if kinds[axis] == "copies")
@@ -193,7 +195,8 @@ def _layouts(
     sizes_tried = [n for n in range(1, min(local, LARGEST_MICROBATCH) + 1) if n & (n - 1) == 0]
     if refusal or "mb" in wanted.without:
         sizes_tried.append(most)
-    # rounded up, so that no microbatch has more samples than are tried, where the batch leaves copies one more
+    # where the batch is uneven, some model copies have ``most`` samples, one more than ``local``: the number of their
+    # microbatches is rounded up, so that no microbatch has more samples than the size that is tried
     numbers = [min(local, -(-most // samples)) for samples in sizes_tried] if fixed is None else [fixed]
     for number in dict.fromkeys(numbers):
         layout = Layout(factors, number, wanted.precision, wanted.recomputed[0], wanted.own_statistics)
@@ -215,13 +218,16 @@ def _layouts(
 def _is_option(part: str) -> bool:
     """Returns whether a part of ``--fix`` names an option, such as a schedule or a ZeRO stage, as "dp/zero1" does.
 
-    A division of the ranks has no options yet; its estimates are given them later.
+    A division of the ranks has no options yet, so such a part is checked later, when its estimates have them.
     """
     return "/" in part
 
 
 def _fixed(factor: Factor, wanted: SearchConstraints) -> Factor:
-    """Returns the factor with the options that must hold for its axis."""
+    """Returns the factor with the options that ``--fix`` names for its axis, and with its sizes, such as 2x2.
+
+    The sizes are left as they are if those of ``--fix`` do not multiply to the factor's size.
+    """
     for part in wanted.fix.split():
         head, *options = part.split("/")
         sizes = head.removeprefix(factor.axis)
@@ -236,7 +242,8 @@ def _fixed(factor: Factor, wanted: SearchConstraints) -> Factor:
 def options_beside(layout: Layout) -> Iterator[Layout]:
     """Yields the layouts that differ from ``layout`` in recomputation, the number of microbatches, or one option.
 
-    An option is added to those of an axis, or replaces one of them; one option of each axis is tried before the next.
+    The number of microbatches is doubled or halved. An option is added to those of an axis, or replaces one of them;
+    the axes take turns, one option each.
 
     >>> list(map(str, options_beside(Layout.parse("dp2"))))[:3]
     ['dp2 recompute:full', 'dp2 recompute:selective', 'mb2 dp2']

@@ -1,9 +1,9 @@
 """Estimates a layout's step time and memory by closed formulas, so that a search can rank thousands of layouts.
 
-The formulas start from one rehearsal (a step on the meta device) for each way to cut operators, and from plans of a
-model with few blocks. The code names no axis and no option: the memory that an option saves between steps is read from
-the plan that its strategy makes of that model; a schedule's idle time and its microbatches in flight are simulated for
-a toy model.
+The formulas start from rehearsals (steps on the meta device) of each way to cut operators, with few and with more
+samples, and from plans of a model with few blocks. The code names no axis and no option: the memory that an option
+saves between steps is read from the plan that its strategy makes of that model; a schedule's idle time and its
+microbatches in flight are simulated for a toy model.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ from shardwright.planner.state_shares import STATE_KINDS, StateShares, state_of
 from shardwright.strategies import STRATEGIES
 
 FEW_RANKS = (2, 4)
-"""Two numbers of ranks, of whose shares of state those of other numbers are extrapolated."""
+"""Two numbers of ranks: the state that a rank holds is read from plans for these, and extrapolated to other numbers."""
 
 FEW_SAMPLES = (1, 8)
 """Two sizes of a microbatch, in samples: each way to cut the operators is priced at both, and prices of other sizes are
 extrapolated from the two."""
 
 MOST_EXTRAPOLATED = 32
-"""The most samples of a whole batch, of a model without microbatches, whose price is extrapolated from those of few."""
+"""The most samples of a microbatch that are extrapolated from few, for a model that refuses ``mb``; more are rehearsed
+as they are."""
 
 TOO_LONG, TOO_MUCH = 1.06, 1.11
-"""How many times the price an estimate of seconds, and one of bytes, may be: rounded up from those of a GPT of 13 B
-in `benchmarks/planner_search`. A layout is left out only if its estimate, divided by this, is no better than prices."""
+"""The ratios of estimate to price, of seconds and of bytes, up to which an estimate may be too high. They are those of
+a GPT of 13 B in ``benchmarks/planner_search``, rounded up. A search leaves a layout out only if its estimate, divided
+by this ratio, is no better than the prices that it has."""
 
 
 class Estimate(NamedTuple):
@@ -98,10 +100,10 @@ class Estimator:
         most_chunks: the most pipeline chunks (stages times chunks on each) that the model can be cut into; 0: unknown.
         summed_bytes: returns the bytes of gradients that a rank sums in a step of a layout, as strategies state them.
         num_blocks: the number of alike blocks of the model.
-        ends: returns the shares of what is in no block that the first and the last of two stages hold, on an axis.
+        ends: returns, for an axis of two stages, the shares of the parameters outside of all blocks that each holds.
         refuses_microbatches: why the model can have no ``mb`` without ``own-statistics``; "" if it can.
-        kept: what was found of the model before, and what is to be kept for later searches.
-        fewest: the fewest samples that the model's code takes, and of which it takes multiples.
+        kept: the cache of what earlier searches found out about the model, to which this one adds.
+        fewest: the fewest samples that the model's code accepts; it is taken to accept multiples of them.
     """
 
     pricing: Pricing
@@ -166,7 +168,10 @@ class Estimator:
         return prod(f.size for f in stages), cut, operators, self._samples(layout)
 
     def refusal(self, layout: Layout) -> str:
-        """Returns why :meth:`estimate` gives None; "" if the model refused the operators, which it says itself."""
+        """Returns why :meth:`estimate` gives None, as text.
+
+        It is "" if the model refused the operators, since ``alone`` has then met the model's own error.
+        """
         kinds = {name: axis.kind for name, axis in layout_axes().items()}
         of_kind = {kind: tuple(f for f in layout.factors if kinds[f.axis] == kind) for kind in ("operators", "stages")}
         if self._passes(of_kind["operators"], layout.recompute, self._samples(layout)) is None:
@@ -179,7 +184,7 @@ class Estimator:
 
     @property
     def _own_statistics(self) -> bool:
-        """Whether rehearsals of microbatches have statistics of their own, which cost as much as those of a batch."""
+        """Whether rehearsals have ``own-statistics``: those of a microbatch cost as much as those of a batch."""
         return bool(self.refuses_microbatches)
 
     def refusal_of_microbatches(self, layout: Layout) -> str:
@@ -208,7 +213,7 @@ class Estimator:
         return self._defaults[axis]
 
     def _is_default(self, axis: str, option: Option) -> bool:
-        """Whether stages have their default schedule under an option, which may change what they send each other."""
+        """Returns whether an option gives an axis its default schedule; it may change how activations are sent."""
         plain, own = self._of_toy(axis), self._of_toy(axis, option)
         return self.plan is not None and own is not None and plain == own._replace(scatters=False)
 
@@ -233,7 +238,7 @@ class Estimator:
         slowest, blocks, last_blocks = self._cut(passes, stages, schedule.chunks)
         cluster, of_stage = self.pricing.cluster, layout.num_ranks // stages
         next_stage = 0, of_stage
-        # of the neighbors some are on two nodes, if a node has fewer ranks than the stages
+        # if a node has the ranks of some stages and not of all, some neighboring stages are on two nodes
         node = cluster.nodes.ranks_per_node
         apart = (node - of_stage, node) if of_stage <= node < layout.num_ranks else next_stage
         alike = self._num_alike(passes.operators) if schedule.scatters and stages > 1 else 1
@@ -243,7 +248,8 @@ class Estimator:
         mean_s = (passes.forward_s + copied_s[0] + backward_s) / stages
         mean_s += 2 * schedule.chunks * gather_s  # of activations, and of their gradients
         adds_s = (copied_s[2] if any(copied_s) else passes.adds_s * share.summed) * slowest / stages
-        if share.summed == share.computed < 1:  # gradients of weights alone are added by their products
+        # gradients that are summed as they are computed: a W action adds them within its matrix products
+        if share.summed == share.computed < 1:
             adds_s *= 1 - schedule.splits
         passes_s = (number * slowest + schedule.idle * (stages - 1)) * mean_s + (number - 1) * adds_s
         transfers = schedule.waits_by_stage * (stages - 1) + schedule.waits_by_microbatch * number
@@ -261,10 +267,11 @@ class Estimator:
         kind = "reduce_scatter" if share.gradients < 1 else "all_reduce"
         sums_s = cluster.message_s(kind, max(by_kind["gradients"] for by_kind in states) * share.computed, ranks)
         repeated_s = share.repeated * (number - 1) * sums_s
-        # beside the passes of other microbatches; a stage waits for its neighbors in between, so there less is hidden
+        # hidden by the passes of other microbatches; but several stages wait for each other in between, so there the
+        # repeated sums are taken not to be hidden
         hidden_s = gathers_s + (repeated_s if stages == 1 else 0)
         groups = max(1, self.num_blocks // stages)
-        sums_s = max(sums_s / groups, sums_s - backward_s / stages)  # beside the last backward
+        sums_s = max(sums_s / groups, sums_s - backward_s / stages)  # hidden by the last backward, but for one group's
         sums_s += repeated_s if stages > 1 else 0
         moved_s = self._offloaded_s(passes.at_rest["optimizer"] * share.moved * of_state)
         update_s = of_state * max(passes.update_s * share.updated, passes.update_starts_s)
@@ -281,9 +288,10 @@ class Estimator:
         return Estimate(layout, step_s, memory)
 
     def _starts_s(self, share: StateShares, number: int, groups: int) -> float:
-        """Returns the seconds in which the host of an accelerator starts the messages of copies of the model.
+        """Returns the seconds in which the host of an accelerator starts the messages between model copies.
 
-        ``groups`` sum their gradients at once, and gather what each rank has updated, or what it uses in a pass.
+        There are ``groups`` param groups. Each has one sum of gradients in a step. It also has two gathers in each of
+        ``number`` microbatches if parameters are gathered at each use, or one gather if each rank updates a shard.
         """
         return self._messages_s(groups * (1 + (2 * number if share.gathered else share.updated < 1)))
 
@@ -291,10 +299,11 @@ class Estimator:
         return 0.0 if self.pricing.on_host else number * MESSAGE_STARTS * self.pricing.cluster.constants.launch_s
 
     def _copied(self, passes: PassCost, share: StateShares, layout: Layout) -> tuple[float, float, float]:
-        """Returns the seconds that an option of model copies, such as ``zero3``, adds to each microbatch.
+        """Returns the seconds that an option of model copies, such as ``zero3``, adds to a microbatch; 0 without one.
 
-        They are those of its forward, of its backward, and of adding its gradients to those of microbatches before.
-        Such options copy parameters and gradients, so the seconds grow with a rank's parameters, not with the samples.
+        The three numbers are those of the forward, of the backward, and of adding gradients to those of microbatches
+        before. Such options copy parameters and gradients, so the seconds grow with a rank's parameters, not with the
+        samples.
         """
         kinds = {name: axis.kind for name, axis in layout_axes().items()}
         factors = tuple(f for f in layout.factors if kinds[f.axis] == "copies" and f.options)
@@ -317,7 +326,10 @@ class Estimator:
         self, passes: PassCost, factors: tuple[Factor, ...], schedule: ScheduleCost, blocks: float,
         last_blocks: float,
     ) -> list[dict[str, float]]:  # fmt: skip
-        """Returns the bytes by kind between steps of the first and the last stage, without ZeRO and offload."""
+        """Returns the bytes of state by kind that the first and the last stage hold, without ZeRO and offload.
+
+        The list has one entry if there is one stage.
+        """
         if not factors or prod(f.size for f in factors) == 1:
             return [dict(passes.at_rest)]
         first, last = self._ends(factors[0].axis)
@@ -336,7 +348,10 @@ class Estimator:
     def _activations(
         self, layout: Layout, passes: PassCost, schedule: ScheduleCost, stages: int, blocks: float, last_blocks: float
     ) -> list[float]:
-        """Returns the most bytes of activations, and of what backwards need for a moment, on the two end stages."""
+        """Returns the peak bytes of activations, with temporaries of the backward, on the first and the last stage.
+
+        The list has one entry if there is one stage.
+        """
         number = layout.num_microbatches
         if stages == 1:
             return [passes.most_bytes]
@@ -350,7 +365,10 @@ class Estimator:
     def _peak(
         self, passes: PassCost, share: StateShares, at_rest: Mapping[str, float], active: float, number: int
     ) -> float:
-        """Returns the most bytes of a stage: in the backward of a microbatch, or at the optimizer's step."""
+        """Returns the peak bytes of a stage's rank: in the backward of a microbatch, or at the optimizer's step.
+
+        ``at_rest`` has the stage's state by kind, and ``active`` is the peak of its activations, both in bytes.
+        """
         kept = at_rest["parameters"] * share.parameters + at_rest["optimizer"] * share.optimizer + passes.beside
         blocks = max(1, self.num_blocks)
         block, gradients = (at_rest[kind] / blocks for kind in ("parameters", "gradients"))
@@ -362,7 +380,7 @@ class Estimator:
         return kept + max(in_backward, in_update)
 
     def _num_alike(self, operators: tuple[Factor, ...]) -> int:
-        """Returns how many ranks hold the same values between layers: those along axes that do not cut the batch."""
+        """Returns how many ranks hold the same activations between layers: those along axes that cut no inputs."""
         if self.plan is None or not operators:
             return 1
         if operators not in self._alike:
@@ -378,17 +396,17 @@ class Estimator:
         return 1
 
     def _offloaded_s(self, moments_bytes: float) -> float:
-        """Returns the seconds in which the host updates state whose moments take so many bytes, copies included."""
+        """Returns the seconds of an update by the host, for moments of so many bytes, copies over the link included."""
         cluster = self.pricing.cluster
         link = cluster.device.host_bytes_per_s * cluster.constants.host_link_efficiency
         return moments_bytes / link + 4.5 * moments_bytes / cluster.constants.host_update_bytes_per_s
 
     def _cut(self, passes: PassCost, stages: int, chunks: int) -> tuple[float, float, float]:
-        """Returns how many times the mean the slowest stage takes, and the blocks of a stage and of the last one.
+        """Returns the slowest stage's seconds divided by the mean, and the blocks of a stage and of the last stage.
 
-        Stages have whole blocks, if that is even enough, or else halves; the chunks of one may have unlike numbers of
-        them. What is not of a block, such as the head, is taken to be in the last stage, which has so many blocks
-        fewer.
+        Stages have whole blocks if that is even enough (:data:`UNEVEN`), and else halves of blocks too; the chunks of a
+        stage may differ in their number of blocks. Modules outside of the blocks, such as the head, are taken to be in
+        the last stage, which has accordingly fewer blocks.
         """
         blocks, number = max(1, self.num_blocks), stages * chunks
         if stages == 1 or not self.num_blocks or not passes.has_rest or blocks < number:
@@ -400,10 +418,10 @@ class Estimator:
         return self._cuts[key]
 
     def _cut_in(self, passes: PassCost, stages: int, chunks: int, parts: int) -> tuple[float, float, float]:
-        """Returns what :meth:`_cut` does, of stages that may begin at each of the ``parts`` of a block."""
+        """Returns what :meth:`_cut` does, if stages may begin at each of the ``parts`` equal parts of a block."""
         blocks, rest = parts * self.num_blocks, passes.rest_s
         of_block = (passes.forward_s + passes.backward_s - rest) / blocks
-        end = blocks * passes.rest_flops / (1 - passes.rest_flops)  # stages are cut by FLOPs, here in blocks
+        end = blocks * passes.rest_flops / (1 - passes.rest_flops)  # the head in blocks; FLOPs decide where cuts are
         cuts = []
         for last in range(chunks - 1, blocks // stages + 1):  # the last chunk may have the head alone
             others = -(-(blocks - last) // (stages - 1))
@@ -416,10 +434,11 @@ class Estimator:
         return -(-self.batch // num_shares(layout))
 
     def _passes(self, operators: tuple[Factor, ...], recompute: str | None, samples: int) -> PassCost | None:
-        """Returns what a microbatch of so many samples does, from few and from more samples; None if it is refused.
+        """Returns the cost of the passes of a microbatch of ``samples``; None if the model refuses the operators.
 
-        Operators with options, which few layouts have, are rehearsed with as many samples as are asked for. Blocks that
-        are recomputed are rehearsed with few alone: what they add grows with the rest.
+        It is extrapolated from rehearsals with few and with more samples. Operators with options, which few layouts
+        have, are rehearsed with ``samples`` alone. Recomputation is rehearsed with the larger number alone, and what it
+        adds is taken to grow in proportion.
         """
         key = operators, recompute, samples
         if key not in self._of_passes:
@@ -441,7 +460,10 @@ class Estimator:
         return self._of_passes[key]
 
     def _read(self, operators: tuple[Factor, ...], recompute: str | None, samples: int) -> OperatorsAlone | None:
-        """Reads the records of microbatches of so many samples: the second one adds gradients to those of the first."""
+        """Returns what estimates need of a rehearsal of microbatches of so many samples; None if it is refused.
+
+        There are several microbatches, since the second one adds its gradients to those of the first.
+        """
         key = Layout(operators, FEW_MICROBATCHES, self.precision, recompute, self._own_statistics), samples
         if key not in self._alone:
             records = self.alone(key[0], num_shares(key[0]) * samples)
@@ -458,7 +480,10 @@ class Estimator:
         return self._schedules[key]
 
     def _share(self, factor: Factor) -> StateShares | None:
-        """Returns the shares of state under a factor's options: affine in one rank's part of the copies."""
+        """Returns the shares of state that a rank holds under a factor's options; None if a strategy refuses them.
+
+        They are extrapolated linearly in 1 / (number of ranks) from those of :data:`FEW_RANKS`.
+        """
         if self.plan is None:
             return StateShares()
         key = factor.axis, factor.options
@@ -487,7 +512,7 @@ class Estimator:
         return tuple(shares)
 
     def _state(self, layout: Layout) -> StateShares | None:
-        """Returns what a rank of a layout holds and does, in bytes; None if a strategy refuses it."""
+        """Returns the state of a layout's first rank, in bytes (:func:`state_of`); None if a strategy refuses it."""
         assert self.plan is not None, "asked for options alone"
         if layout not in self._states:
             self._states[layout] = None

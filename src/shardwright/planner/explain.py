@@ -21,15 +21,15 @@ NAMES = {"matmul": "matrix products", "memory": "memory-bound", "other": "consta
 
 
 LEAST = 5e-4
-"""Text leaves out parts of a smaller share of the step; data have all."""
+"""The share of a step below which text leaves a part of it out; data have all parts."""
 
 
 TIED = 1e-2
-"""The difference of two steps, as a share, below which prices do not tell which is shorter, as they are off by more. Of
-layouts that are so near, the simplest comes first (:func:`burdens`)."""
+"""The relative difference of two steps below which prices cannot tell which is faster, since their errors are larger.
+Of layouts that are this close, the simplest comes first (:func:`burdens`)."""
 
 _FAST, _WHOLE = 1e-3, 1e-2
-"""Differences of two steps, as shares, below which text calls them as fast, and below which it gives a decimal."""
+"""Relative differences of two steps: below the first, text calls them as fast; below the second, it gives a decimal."""
 
 
 FEW_GAINS = 0.1
@@ -84,7 +84,7 @@ def waterfall_lines(waterfall: Mapping[str, float], step_s: float) -> list[str]:
 def burdens(price: Price) -> tuple[bool, int]:
     """Returns what makes a layout harder to run: whether it offloads, then the number of its axes, options and words.
 
-    Of layouts whose steps are predicted alike, the one of which this is the smallest is the simplest.
+    Of several layouts, the simplest is the one for which this is the smallest.
     """
     line = str(price.layout)
     offloads = bool(offloaded_bytes(price.records)) or (price.layout.recompute or "").startswith("offload")
@@ -92,9 +92,9 @@ def burdens(price: Price) -> tuple[bool, int]:
 
 
 def simplest_first(prices: Sequence[Price]) -> tuple[Price, ...]:
-    """Returns prices sorted by seconds with the simplest moved to the front of those that are as fast as the first.
+    """Returns ``prices``, which are sorted by seconds, with the simplest of the fastest ones moved to the front.
 
-    As fast are those whose steps are less than :data:`TIED` longer.
+    The fastest ones are those whose steps are less than :data:`TIED` longer than the first.
     """
     fast = (price for price in prices if price.step_s < (1 + TIED) * prices[0].step_s)
     best = min(fast, key=burdens)
@@ -136,7 +136,7 @@ def how_much_slower(best: Price, other: Price) -> str:
 
 
 def is_tied(best: Price, other: Price) -> bool:
-    """Returns whether ``other`` is faster than ``best``, but by less than prices tell apart, and is not as simple."""
+    """Returns whether ``other`` is faster than ``best`` by less than prices can tell apart, and is less simple."""
     return best.step_s / (1 + TIED) < other.step_s < best.step_s and burdens(best) < burdens(other)
 
 

@@ -1,7 +1,7 @@
-"""Writes what plans keep in files as JSON, and reads it: plain data, and a few classes of this library by name.
+"""Writes and reads, as JSON, the values that plans keep in files: plain data, and a few classes of this library.
 
-Reading a text calls nothing but the constructors of these classes, which hold data alone: a file that somebody else has
-written runs no code and changes no class.
+Reading calls only the constructors of these classes, which hold nothing but data. So a file from another source cannot
+run code or change a class.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ATOMS = (type(None), bool, int, float, str)
 
 
 class StoredMisfit(NamedTuple):
-    """An error in place of a result, by the name of its class and by its parts."""
+    """A LayoutError or PlanError that was raised in place of a result: the name of its class, and its parts."""
 
     kind: str
     what: str
@@ -55,8 +55,8 @@ class StoredMisfit(NamedTuple):
 def to_text(value: Any) -> str:
     """Returns a container as JSON: a list of nodes, each ``[kind, item, ...]``, the last of them the container.
 
-    An item is a plain value, or ``[n]`` for the n-th node. Nodes that are alike, and cannot be changed, are written
-    once, as records of alike operators are.
+    An item is a plain value, or ``[n]`` for the n-th node. Equal immutable nodes, such as the records of equal
+    operators, are written once.
 
     Raises: TypeError: something in it is of another class than those that can be kept.
 
@@ -86,9 +86,9 @@ def to_text(value: Any) -> str:
 
 
 def from_nodes(nodes: list[list[Any]]) -> Any:
-    """Returns the container of which :func:`to_text` has written these nodes.
+    """Returns the container that :func:`to_text` has written as these nodes.
 
-    Any exception may come out of nodes that something else has written.
+    Nodes from another source may raise any exception.
     """
     values, makers = list[Any](), _makers()
     for kind, *items in nodes:
@@ -107,7 +107,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 @cache
 def _classes() -> tuple[type, ...]:
-    """Returns the classes whose values are kept, beside plain data."""
+    """Returns the classes of this library whose values can be written."""
     return (
         Action, ActionClass, ActionShape, Factor, Layout, LayoutRecords, MessageRecord, OperatorRecord, Option,
         Schedule, ScheduleCost, StageRecord, StageRecords, StateShares, StoredMisfit, WaitRecord,
@@ -116,7 +116,7 @@ def _classes() -> tuple[type, ...]:
 
 @cache
 def _makers() -> Mapping[str, Callable[[list[Any]], Any]]:
-    """Returns, by the name of each kind of node, what makes a value of its items."""
+    """Returns, by kind of node, the function that makes a value of the node's items."""
 
     def dict_of(items: list[Any]) -> dict[Any, Any]:
         return dict(zip(items[::2], items[1::2], strict=True))

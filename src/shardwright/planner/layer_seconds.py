@@ -1,6 +1,6 @@
 """Predicts the forward seconds of each module on a cluster, by which pipeline stages and schedules are chosen.
 
-They take the place of times measured by ``time_layers``: the same formulas as those of a layout's price give them.
+They replace times measured by ``time_layers``, and come from the formulas that price a layout.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from shardwright.planner.rehearse import operator_record
 def predicted_layer_seconds(job: Job, layout: Layout, cluster: Cluster) -> dict[str, float]:
     """Returns the predicted seconds that one forward spends in all calls of each submodule together, by its name.
 
-    The forward is that of one microbatch of one copy of the model, on one device of the cluster and in the layout's
-    precision: what stages are balanced by does not depend on how tensor parallelism cuts them. A module's seconds are
-    those of its operators, or of the host's starts of them, as in a layout's price. The result is empty without an
-    example of the inputs, and for a model that does not run on the meta device.
+    The forward is that of one microbatch of one model copy (``job.example``) on one device of the cluster, in the
+    layout's precision. Tensor parallelism does not cut it, since the balance of stages does not depend on such cuts. A
+    module's seconds are those of its operators and of their launches, put together as in a layout's price. The result
+    is empty without an example of the inputs, and for a model that does not run on the meta device.
 
     >>> from torch import nn
     >>> from shardwright.parallelize.planning import job_for
@@ -66,13 +66,13 @@ def predicted_layer_seconds(job: Job, layout: Layout, cluster: Cluster) -> dict[
     try:
         with torch.no_grad(), on_meta(model, values=False, instead=NATIVE_ATTENTION), clock:
             call_model(model, inputs)
-    except (RuntimeError, TypeError, ValueError):  # a user's forward may need values: then work is counted
+    except (RuntimeError, TypeError, ValueError):  # a user's forward may need values; stages then go by counted work
         return {}
     return layer_seconds
 
 
 class _LayerTimes(DispatchMode):
-    """Adds up the predicted seconds of the operators that run inside it, and counts the host's starts of them."""
+    """Adds up the predicted seconds of the operators that run inside it, and counts their launches by the host."""
 
     def __init__(self, pricing: Pricing) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ from shardwright.planner.places import ActionClass, ActionOrder, action_orders, 
 from shardwright.planner.rehearse import MessageRecord, StepRecord
 
 UNSTATED = ("core", "loss")
-"""Names of senders that are no strategies, such as the sum of the loss: their few bytes are in no ``traffic``."""
+"""Sources of messages that are no strategy's, such as the sum of the loss. No ``traffic`` states their few bytes."""
 
 HeldBytes = tuple[int, ...]
 """Bytes by kind of memory, in the order of :data:`shardwright.ledger.tracking.KINDS`."""
@@ -33,8 +33,8 @@ HeldBytes = tuple[int, ...]
 class ActionShape:
     """The operators and messages of one action in program order, and how the bytes held change during it.
 
-    Each entry of ``moments`` is the change since before the action, by kind of memory: after each operator that
-    allocates memory, and at the end of the action. What prices read of both is computed once.
+    ``moments`` has the bytes held less those held before the action, by kind of memory: an entry after each operator
+    that allocates memory, and one at the end of the action.
     """
 
     records: tuple[StepRecord, ...]
@@ -48,7 +48,7 @@ class ActionShape:
 
     @cached_property
     def sums(self) -> tuple[int, ...]:
-        """The change in all bytes held at each of the moments."""
+        """For each moment, the change in bytes held, added up over the kinds of memory."""
         return tuple(map(sum, self.moments))
 
     @cached_property
@@ -58,7 +58,7 @@ class ActionShape:
 
     @cached_property
     def sent_bytes(self) -> Mapping[str, int]:
-        """The payload bytes of the messages by axis of the mesh, but for those in :data:`UNSTATED`."""
+        """The payload bytes of the messages by axis of the mesh, without those of sources in :data:`UNSTATED`."""
         sent: Counter[str] = Counter()
         for record in self.records:
             if isinstance(record, MessageRecord) and record.source not in UNSTATED:
@@ -95,7 +95,10 @@ class StageRecord(NamedTuple):
     offloaded_bytes: int = 0
 
     def sends(self, slot: int) -> set[tuple[int, ...]]:
-        """Returns, for each different forward of the chunk ``slot``, the bytes of its messages to the next stage."""
+        """Returns what forwards of the chunk ``slot`` send to the next stage, as tuples of the bytes of each message.
+
+        Forwards that send the same are one entry of the set.
+        """
         return {shape.sends for place, shape in self.actions.items() if place[:2] == (slot, "F")}
 
 
@@ -114,10 +117,10 @@ class StageRecords(NamedTuple):
         return (self.fewer,) if self.more is None else (self.fewer, self.more)
 
     def span(self, blocks: Sequence[int], slot: int | None = None) -> RepeatedSpan:
-        """Returns the numbers of blocks of the two rehearsals, and those of a stage whose chunks have ``blocks``.
+        """Returns the numbers of blocks in the two rehearsals, and in a stage whose chunks have ``blocks``.
 
-        They are those of the chunk of number ``slot`` on the stage, or of all its chunks. All are 0 if the stage was
-        rehearsed with all its blocks.
+        They are those of the chunk number ``slot`` of the stage, or the sums over its chunks without a ``slot``. All
+        are 0 if the stage was rehearsed with all its blocks.
         """
         if self.more is None:
             return 0, 0, 0
@@ -161,7 +164,7 @@ class ActionRehearsal(NamedTuple):
     """One action of a stage, or its optimizer's step, as it was rehearsed, and the numbers of blocks it runs.
 
     ``fewer`` and ``more`` are what it does with fewer and with more blocks, one and the same if the stage was rehearsed
-    with all its blocks. ``is_last`` says that the rank does nothing after it.
+    with all its blocks. ``is_last`` says that no action of the schedule follows it, as with the optimizer's step.
     """
 
     fewer: ActionShape
@@ -183,13 +186,20 @@ class ActionTable:
     """How often each stage (rows) runs each of ``actions`` (columns) in a step."""
 
     def at_blocks(self, fewer: Sequence[Sequence[float]], more: Sequence[Sequence[float]]) -> npt.NDArray[np.float64]:
-        """Returns a row of numbers for each action, extrapolated to its blocks from rows for fewer and for more."""
+        """Returns a row of numbers, such as seconds or bytes, for each of ``actions``, with all blocks that it runs.
+
+        ``fewer`` and ``more`` have the rows of the rehearsals with fewer and with more blocks, from which the numbers
+        are extrapolated linearly.
+        """
         few, beyond, apart = np.array(fewer, dtype=np.float64), *self._spans
         return few + (np.array(more, dtype=np.float64) - few) * beyond / apart
 
     @cached_property
     def _spans(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """How many blocks more than with fewer each action runs, and how many more the rehearsal with more; columns."""
+        """By how many blocks each action exceeds the rehearsal with fewer, and by how many the two rehearsals differ.
+
+        Both are columns with a row for each action: 0 and 1 for an action that is not extrapolated.
+        """
         low, high, at = (
             np.array([action.span for action in self.actions], dtype=np.float64).reshape(-1, 3).T[:, :, None]
         )
@@ -197,10 +207,10 @@ class ActionTable:
 
 
 def _step_actions(records: LayoutRecords) -> ActionTable:
-    """Returns the actions of all stages, of which those that do the same on as many blocks are one."""
+    """Returns the actions of all stages; those with the same rehearsal and as many blocks share one entry."""
     numbers: dict[tuple[int, int, bool], int] = {}
     actions, of_stage = list[ActionRehearsal](), list[tuple[int, ...]]()
-    of_kind: dict[tuple[object, ...], tuple[int, ...]] = {}  # of stages that have the same classes of actions
+    of_kind: dict[tuple[object, ...], tuple[int, ...]] = {}  # stages with the same blocks and classes share an entry
 
     def number(action: ActionRehearsal) -> int:
         key = id(action.fewer), action.span[-1], action.is_last

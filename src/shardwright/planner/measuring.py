@@ -1,4 +1,4 @@
-"""What a rank measures for ``calibrate``: products, copies, operators, a block's step, and messages over each axis.
+"""What a rank measures for ``calibrate``: products, copies, operators, steps of few blocks, and messages on each axis.
 
 All ranks measure the same at the same moment, so what they share (memory, cores, links) is shared as in training.
 """
@@ -30,30 +30,33 @@ from shardwright.planner.stopwatch import Stopwatch, Timing
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 STANDARD = ((256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (512, 512, 32), (512, 512, 64), (512, 512, 128))
-"""The standard products (rows, columns, summed dim) that are measured beside the model's own; on accelerators of
-``LARGER`` times the rows and columns, since small ones leave most of their multiprocessors idle."""
+"""The matrix products (rows, columns, summed dim) that are measured beside the model's own. On accelerators rows,
+columns and summed dims from 256 on are ``LARGER`` times as large, since small products leave most multiprocessors
+idle."""
 
 LARGER = 8
 MOST_PRODUCTS, MOST_OPERATORS = 12, 60
-"""The most shapes of products, and of other operators, of the model that are measured: those that take most."""
+"""The most shapes of the model's matrix products, and the most of all its operators, that are measured: the costliest
+ones (:attr:`_KeptOperator.cost`)."""
 
 COPIES = tuple(2**n for n in range(20, 31, 2))
 MESSAGES = tuple(2**n for n in range(12, 30, 2))
-"""The bytes of copies and of messages that are measured, as far as they fit."""
+"""The sizes of copies and of messages that are measured, in bytes; on CPUs the largest are left out."""
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 
 TINY = (2, 8)
-"""The numbers of blocks of the tiny models of which a step's time is that of starting its operators."""
+"""The numbers of blocks of two models that are so small that their steps take as long as launching their operators."""
 
 FEW_BLOCKS = 3
-"""The number of the model's blocks of which a step is timed, if the model has more."""
+"""The number of repeated blocks with which a step of the model is timed, if the model has more."""
 
 
 class CalibrationJob(NamedTuple):
     """What is measured: a model's step on ``batch``, a microbatch, and messages over the axes of ``layout``'s mesh.
 
-    ``build`` returns the model and its loss first. A step of one sample is measured too, if the batch has more.
+    ``build`` returns the model and its loss as its first two values. A step of one sample is measured too, if the batch
+    has more. No measurement begins after ``limit_s`` seconds.
     """
 
     build: Callable[[], Any]
@@ -64,7 +67,10 @@ class CalibrationJob(NamedTuple):
 
 
 class CallTime(NamedTuple):
-    """One operator of the model's step: what it is priced by, how often it was called, and its measured seconds."""
+    """One operator of the model's step: what it is priced by, how often it was called, and its measured seconds.
+
+    ``timing`` is None if it was not measured: the time limit had passed, or a single call takes too long.
+    """
 
     operator: OperatorRecord
     times: int
@@ -85,7 +91,10 @@ class StepTime(NamedTuple):
 
 
 class LinkTiming(NamedTuple):
-    """The measured seconds of one collective, or send, of a number of bytes over an axis of the mesh."""
+    """The measured seconds of one collective, or send, of a number of bytes over an axis of the mesh.
+
+    ``stride`` is the difference between the numbers of neighboring ranks of the axis.
+    """
 
     axis: str
     kind: str
@@ -97,7 +106,12 @@ class LinkTiming(NamedTuple):
 
 @dataclass
 class Measurements:
-    """What the ranks have measured; the same on every rank. ``overlap`` is None where no message could be hidden."""
+    """What the ranks have measured; the same on every rank.
+
+    ``products`` has the rows, columns and summed dim of each product, and ``copies`` the bytes of each copy. ``start``
+    is the time of launching one operator. ``overlap`` is by how much computation takes longer beside an all-reduce, as
+    a share of the all-reduce's time; None if it was not measured.
+    """
 
     products: list[tuple[tuple[int, int, int], Timing]] = field(default_factory=list)
     copies: list[tuple[int, Timing]] = field(default_factory=list)
@@ -107,7 +121,6 @@ class Measurements:
     calls: list[CallTime] = field(default_factory=list)
     links: list[LinkTiming] = field(default_factory=list)
     overlap: float | None = None
-    memory_bytes: int = 0
 
 
 def measure_rank(world: World, job: CalibrationJob) -> Measurements:
@@ -142,7 +155,7 @@ def _tiny_operators(device: torch.device) -> Callable[[], None]:
 
 
 def _measure_steps(world: World, job: CalibrationJob, watch: Stopwatch, found: Measurements) -> list[_KeptOperator]:
-    """Times steps of tiny models and of the model with few blocks, and returns the operators of the last one."""
+    """Times steps of tiny models and of the model with few blocks; returns the model's operators, costliest first."""
     operators: list[_KeptOperator] = []
 
     def work(inner: World, built: tuple[Any, Any], blocks: int, batch: tuple[Any, Any], precision: Precision) -> None:
@@ -178,7 +191,7 @@ def _measure_steps(world: World, job: CalibrationJob, watch: Stopwatch, found: M
 
 
 def tiny_model(number: int) -> nn.Module:
-    """Returns a GPT of ``number`` blocks that is so small that a step of it only starts operators."""
+    """Returns a GPT of ``number`` blocks that is so small that its step takes as long as launching its operators."""
     return GPT(GPTConfig(width=8, num_layers=number, num_heads=2, max_tokens=4, vocabulary=16))
 
 
@@ -189,18 +202,18 @@ def tiny_batch() -> tuple[Tensor, Tensor]:
 
 
 def num_blocks_of(model: nn.Module) -> int:
-    """Returns the number of blocks of the model whose steps are timed; 0 stands for the whole model."""
+    """Returns the number of repeated blocks with which the model's steps are timed; 0 stands for the whole model."""
     blocks = ModelPlans(model).blocks
     return FEW_BLOCKS if blocks is not None and blocks.number > FEW_BLOCKS else 0
 
 
 def shortened(model: nn.Module, number: int) -> nn.Module:
-    """Returns a copy of the model on the meta device that has ``number`` of its repeated blocks; 0: the model."""
+    """Returns a copy of the model on the meta device with ``number`` of its repeated blocks; for 0 the model itself."""
     return ModelPlans(model).shortened(number) if number else model
 
 
 class _KeptOperator:
-    """One operator of a step with the sizes of its tensors, which can be called again."""
+    """An operator of a step, kept with the shapes of its tensors so that it can be called again."""
 
     def __init__(self, function: Any, args: Any, named: Any, operator: OperatorRecord) -> None:
         self.function, self.operator, self.times = function, operator, 0
@@ -209,7 +222,7 @@ class _KeptOperator:
 
     @property
     def cost(self) -> float:
-        """What the operator is taken to weigh, so that those that take most are measured first."""
+        """The estimated cost of all its calls, in bytes of memory traffic, of which one counts as 16 FLOPs."""
         return self.times * (self.operator.flops / 16 + self.operator.num_bytes)
 
     def again(self) -> None:
@@ -222,14 +235,14 @@ class _KeptOperator:
 
 
 class _OperandLike:
-    """A tensor's shape, strides and dtype; of integers the values too, since they may be indices."""
+    """A tensor's shape, strides and dtype; if it is not of floats also its values, since they may be indices."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.strides, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         self.whole = None if tensor.is_floating_point() else tensor.detach().clone()
 
     def tensor(self) -> Tensor:
-        """Returns such a tensor; of floats, with values from 0 to 1."""
+        """Returns a tensor like it: with the kept values, or of random floats from 0 to 1."""
         if self.whole is not None:
             return self.whole
         size = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True) if n)
@@ -284,7 +297,10 @@ def _measure_copies(device: torch.device, watch: Stopwatch, found: Measurements)
 
 
 def _measure_messages(world: World, layout: Layout, watch: Stopwatch, found: Measurements) -> float | None:
-    """Times messages of each size over each axis of the mesh; returns what those cost that compute hides."""
+    """Times messages of each kind and size over each axis of two or more ranks, and adds them to ``found.links``.
+
+    It returns :func:`_overlap` of the first axis on which that could be measured, or None if there is none.
+    """
     mesh, overlap = layout.mesh, None
     most = MESSAGES if world.device.type != "cpu" else MESSAGES[:-2]
     for name in mesh.axes:
@@ -296,7 +312,7 @@ def _measure_messages(world: World, layout: Layout, watch: Stopwatch, found: Mea
         for kind in KINDS:
             for size in most:
                 message = _message(axis, kind, size)
-                if kind == "send":  # there and back, and the last rank of an odd number has no partner
+                if kind == "send":  # two messages, there and back; in an odd number of ranks the last has no partner
                     timing = watch.timed(message, parts=2, takes_part=axis.index ^ 1 < axis.size)
                 else:
                     timing = watch.timed(message)
@@ -308,9 +324,9 @@ def _measure_messages(world: World, layout: Layout, watch: Stopwatch, found: Mea
 
 
 def _message(axis: Axis, kind: str, size: int) -> Callable[[], object]:
-    """Returns a function that runs a collective on ``size`` bytes, or sends them to the rank's neighbour and back.
+    """Returns a function that runs a collective on ``size`` bytes, or sends them to the rank's neighbor and back.
 
-    For a send ranks go in pairs; of an odd number the last does nothing.
+    For a send, ranks are paired (0 with 1, 2 with 3, ...); in an odd number of ranks the last does nothing.
     """
     x = torch.zeros(size // 4, device=axis.device)
     part = x[: len(x) // axis.size]
@@ -336,7 +352,7 @@ def _message(axis: Axis, kind: str, size: int) -> Callable[[], object]:
 
 
 def _overlap(axis: Axis, watch: Stopwatch, size: int = 2**22) -> float | None:
-    """Returns the share of an all-reduce's time by which products beside it take longer; None if it is not known."""
+    """Returns by how much products take longer beside an all-reduce, as a share of its time; None if not timed."""
     x = torch.zeros(size // 4, device=axis.device)
     side = 512 if axis.device.type == "cpu" else 4096
     y = torch.rand(side, side, device=axis.device)

@@ -38,7 +38,8 @@ def memory_by_stage(records: LayoutRecords) -> tuple[StageMemory, ...]:
     actions = np.concatenate([np.append(row[order.order], row[-1]) for row, order in zip(indices, orders, strict=True)])
     begins = [*accumulate((len(order.order) + 1 for order in orders), initial=0)]
     changes = net.sum(axis=1)[actions]
-    held_bytes = np.cumsum(changes) - changes + most.sum(axis=1)[actions]  # since the begin of the first stage's step
+    # counted from before the step of stage 0: only differences within a stage are used
+    held_bytes = np.cumsum(changes) - changes + most.sum(axis=1)[actions]
     peaks, bases = list[StageMemory](), dict[object, tuple[npt.NDArray[np.int64], int]]()
     for stage, (kind, blocks) in enumerate(zip(records.stages, records.num_blocks, strict=True)):
         key = id(kind.fewer), blocks
@@ -46,7 +47,7 @@ def memory_by_stage(records: LayoutRecords) -> tuple[StageMemory, ...]:
             bases[key] = np.array(_base(records, stage)), beside_bytes(records, stage)
         base, beside = bases[key]
         numbers = actions[begins[stage] : begins[stage + 1]]
-        at = held_bytes[begins[stage] : begins[stage + 1]].argmax()  # the first of several
+        at = held_bytes[begins[stage] : begins[stage + 1]].argmax()  # the first one, of equal peaks
         peak = np.bincount(numbers[:at], minlength=len(net)) @ net + most[numbers[at]]
         by_kind = base + peak if peak.sum() > 0 else base
         peaks.append(StageMemory(dict(zip(KINDS, by_kind.tolist(), strict=True)), beside))
@@ -84,8 +85,8 @@ def held_at_rest(records: LayoutRecords, stage: int) -> Mapping[str, int]:
 class PassMemory(NamedTuple):
     """The bytes that one microbatch's passes on one chunk take, beyond those held before.
 
-    ``kept`` is what its forward keeps for its backward, ``most`` the most of both at once, and ``update`` the most that
-    the optimizer's step takes.
+    ``kept`` is what the forward keeps for the backward, ``most`` the peak over both passes, and ``update`` the peak of
+    the optimizer's step.
     """
 
     kept: float
@@ -94,9 +95,10 @@ class PassMemory(NamedTuple):
 
 
 def pass_memory(records: LayoutRecords, stage: int) -> PassMemory:
-    """Returns the memory of a microbatch's passes on a stage's first chunk, extended to the stage's blocks.
+    """Returns the memory of a microbatch's passes on a stage's first chunk, extrapolated to the chunk's blocks.
 
-    It is the second microbatch, if there are several: gradients are there already, and are not complete after it.
+    It is that of the second microbatch, of three or more. There gradients exist already, so that none are allocated,
+    and they are not complete, so that the sums over ranks that wait for the last microbatch do not begin.
     """
     actions, net = records.step.actions, _net(records.step).sum(axis=1).tolist()
     *own, update = records.step.of_stage[stage]
@@ -108,7 +110,7 @@ def pass_memory(records: LayoutRecords, stage: int) -> PassMemory:
 
 
 def beside_bytes(records: LayoutRecords, stage: int) -> int:
-    """Returns the bytes of device memory that a stage holds beside tensors."""
+    """Returns the bytes that a stage's rank holds beside tensors: cuBLAS workspace and NCCL buffers."""
     return sum(size for name, size in records.stages[stage].fewer.beside.items() if name in ("workspace", "nccl"))
 
 
@@ -121,7 +123,7 @@ def _base(records: LayoutRecords, stage: int) -> HeldBytes:
 
 
 def _most(action: ActionRehearsal) -> HeldBytes:
-    """Returns the most bytes beyond those before an action, by kind at that moment."""
+    """Returns the bytes by kind, beyond those held before an action, at the action's moment of most memory."""
     fewer, more = action.fewer, action.more
     if fewer is more:
         return fewer.moments[_largest(fewer.sums)]
@@ -133,18 +135,28 @@ def _largest(sums: Sequence[float]) -> int:
 
 
 def _moments(fewer: ActionShape, more: ActionShape, span: RepeatedSpan) -> Iterator[tuple[float, ...]]:
-    """Yields what an action holds beyond what was held before it, at moments of which one is the peak.
+    """Yields the bytes by kind that an action with all blocks adds to those held before it, at moments of high memory.
 
-    Until the second block ends as much happens with all blocks as with more, but for the first moment, at which
-    gradients of all blocks may be freed. After the last block what is held is affine in their number. The last block
-    with more blocks has one before it, so that messages of that one may be under way. It stands for the second block of
-    all and for the last; those between hold no more than one of the two.
+    One of these moments is the peak. They are found from the rehearsals with fewer and with more blocks:
+
+    - Up to the end of the added block (the last one of the rehearsal with more), an action with all blocks does the
+      same as that rehearsal. Only its first moment may differ, as where it frees the gradients of all blocks, and later
+      moments are shifted by that difference.
+    - The last of all blocks is taken to be like the added block: its moments are shifted to what is held at its end.
+      Both have a block before them, whose messages may be under way. Blocks between hold no more than one of the two.
+    - After the last block, what is held is linear in the number of blocks, and is extrapolated.
+
+    Without moments of an added block, and for fewer blocks than the rehearsal with more has, the largest moments before
+    and after ``front`` are extrapolated instead.
     """
     low, high, at = span
     front, one_block = fewer.front(more)[0], len(more.moments) - len(fewer.moments)
 
     def largest(numbers: Sequence[int], later: int) -> tuple[float, ...]:
-        """The largest, with all blocks, of moments with fewer, which are so many later with more."""
+        """Returns the largest, with all blocks, of the moments ``numbers`` of ``fewer``.
+
+        In ``more`` each of them is ``later`` moments later.
+        """
         sums = at_blocks(span, ([fewer.sums[n] for n in numbers], [more.sums[n + later] for n in numbers]))
         number = numbers[_largest(sums)]
         return at_blocks(span, (fewer.moments[number], more.moments[number + later]))

@@ -1,6 +1,7 @@
-"""A digest of a model's code, settings and shapes: models of equal digests give equal rehearsals, which are kept by it.
+"""Describes a model's classes, settings and shapes as bytes, by which the file of its kept rehearsals is found.
 
-The bytes are a pickle, which is written to be compared alone: the library never reads it.
+Models of equal bytes and equal code give equal rehearsals. The bytes are a pickle that is only compared: the library
+never unpickles it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 MOST_VALUES = 1 << 20
-"""The most elements of a buffer whose values are part of a model's digest. A model with larger ones is not kept."""
+"""The most elements of a buffer whose values can be described. For a model with a larger one nothing is kept."""
 
 
 def described(*values: Any) -> bytes:
-    """Returns bytes that are alike for modules, and for plain data, of which plans find the same.
+    """Returns bytes that are equal for values (modules and plain data) for which plans find the same.
 
-    Raises: ValueError: they cannot be told from others: they hold functions without a name, large buffers with values,
+    Raises: ValueError: the values cannot be described: they hold functions without a name, large buffers with values,
         or modules that refuse to be pickled, as those with a parametrization do.
 
     >>> described(nn.Linear(2, 3)) == described(nn.Linear(2, 3)) != described(nn.Linear(2, 4))
@@ -34,7 +35,10 @@ def described(*values: Any) -> bytes:
 
 
 class _ModelSnapshot(pickle.Pickler):
-    """Pickles modules with shapes in place of tensors; a tensor that occurs again is named by its number."""
+    """A pickler that writes a number and the shape in place of a tensor, and of buffers also the values.
+
+    A tensor that occurs again has the same number.
+    """
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)

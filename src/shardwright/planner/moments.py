@@ -11,15 +11,14 @@ Moments = Sequence[tuple[int, ...]]
 
 
 def front_of(fewer: Moments, more: Moments) -> tuple[int, int]:
-    """Aligns the memory traces of one action from two rehearsals, one of which has more blocks.
+    """Aligns the memory traces of one action from two rehearsals, of which ``more`` has further blocks.
 
-    It returns how many moments of the shorter trace come before the end of the last block, where those of the further
-    blocks are put in, and how many others differ.
+    It returns two numbers. The first says after how many moments of ``fewer`` the moments of the further blocks come in
+    ``more``: moments before that are matched from the start of both traces, and the others from their end. It is the
+    number with which the fewest changes from moment to moment differ; of several, the largest.
 
-    With as many moments of both matched from the start, and the others from the end, most changes from moment to moment
-    are the same: of such numbers the largest is returned. The second number is that of the changes that differ all the
-    same, as where a block's input came from another stage. The first and the last moment are not counted: gradients of
-    all blocks may be freed and made there.
+    The second number counts the changes that still differ, as where a block's input came from another stage. The first
+    and the last change are not counted, since gradients of all blocks may be freed or allocated there.
 
     >>> front_of([(1,), (5,), (2,)], [(1,), (5,), (2,), (6,), (3,)])
     (3, 0)
@@ -34,6 +33,6 @@ def front_of(fewer: Moments, more: Moments) -> tuple[int, int]:
 
 
 def _changes(moments: Moments) -> list[tuple[int, ...]]:
-    """Returns what is allocated and freed, by kind, up to each moment since the one before."""
+    """Returns the bytes, by kind, that are allocated less those freed from each moment to the next."""
     nothing = tuple(0 for _ in moments[0])
     return [tuple(map(sub, moment, before)) for before, moment in pairwise((nothing, *moments))]

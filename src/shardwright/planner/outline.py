@@ -23,7 +23,7 @@ Chunks = Sequence[tuple[int, tuple[str, ...]]]
 
 
 BlockCuts = tuple[tuple[str, tuple[int, ...]], ...]
-"""The shape of a rank's part of each parameter of a repeated block, by the parameter's name in the block."""
+"""The shape of a rank's shard of each parameter of a repeated block, by the parameter's name in the block."""
 
 
 class NotAlikeError(Exception):
@@ -34,7 +34,7 @@ class StageBlocks(NamedTuple):
     """A layout's schedule, and for each pipeline chunk its number of repeated blocks and its calls of other modules.
 
     If a few blocks cannot stand for all, ``unlike`` says why and ``chunks`` is empty; else ``unlike`` is "". ``cuts``
-    says how each block is cut.
+    has the shapes of a block's parameters on a rank.
     """
 
     layout: Layout
@@ -43,7 +43,7 @@ class StageBlocks(NamedTuple):
     unlike: str = ""
     cuts: BlockCuts = ()
     crossing: frozenset[int] = frozenset()
-    """How many tensors a stage sends to the next one: every number that occurs, such as {1}, or {1, 2}."""
+    """The numbers of tensors that stages send to the next one: {1} if each sends one, {1, 2} if some send two."""
 
     def chunks_alike(self) -> Chunks:
         """Returns, for each chunk, its number of repeated blocks and its calls of other modules.
@@ -57,14 +57,14 @@ class StageBlocks(NamedTuple):
 
 @dataclass
 class RehearsalState:
-    """What rehearsals of layouts of one model have shown, so that those of further layouts begin where they ended."""
+    """What rehearsals of one model's layouts have shown, so that further rehearsals need not find it out again."""
 
     leaving_messages: set[object] = field(default_factory=set)
-    """The actions of schedules whose backwards leave sums of gradients under way, at least in one layout: a rehearsal
-    of such a schedule has one microbatch more, which shows as much where nothing is under way."""
+    """The schedules, as their actions, of which a backward ended with sums of gradients under way, in one layout or
+    more. They are rehearsed with one microbatch more, which shows the same where nothing is under way."""
     recomputed_blocks_differ: bool = False
-    """Whether a recomputed block held something else where it was the first or the last. If so, rehearsals begin with
-    two blocks, of which the second has others before and after it."""
+    """Whether a recomputed block was seen to hold other bytes where it was the first or the last one. If so, layouts
+    with recomputation are rehearsed with two and three blocks, of which one has others before and after it."""
 
 
 @dataclass
@@ -73,7 +73,8 @@ class ModelPlans:
 
     model: nn.Module
     inputs: Any = None
-    """One or a few samples, by which it is known whether the forward uses alike blocks alike."""
+    """The inputs of a few samples, on which a forward shows whether all repeated blocks are used in the same way. If it
+    is None, they are taken to be."""
     kept: RecordsFile = field(default_factory=RecordsFile)
     known: RehearsalState = field(default_factory=RehearsalState)
     _outlines: dict[Layout, StageBlocks] = field(default_factory=dict)
@@ -136,7 +137,7 @@ class ModelPlans:
             outline = StageBlocks(plan.layout, schedule, chunks, cuts=cuts, crossing=crossing_of(plan))
         except NotAlikeError as different:
             outline = StageBlocks(plan.layout, schedule, unlike=str(different))
-        if plan.layout == layout:  # otherwise sizes or options were chosen for this very layout
+        if plan.layout == layout:  # else planning has chosen sizes or options, which fit only this very layout
             self._outlines[key] = outline
         return outline, False
 
@@ -172,9 +173,9 @@ def _check_alike_in_plan(blocks: AlikeBlocks, plan: Plan) -> None:
 
 
 def cuts_of(blocks: AlikeBlocks, plan: Plan) -> BlockCuts:
-    """Returns how the blocks are cut, by the first, the second and the last of them, which must be cut alike.
+    """Returns the shapes of a block's parameters on the first rank of a stage.
 
-    Raises: NotAlikeError: they are cut differently.
+    Raises: NotAlikeError: the first, the second and the last of the blocks are not cut in the same way.
     """
     coord, cuts = dict.fromkeys(plan.mesh.axes, 0), dict[BlockCuts, None]()
     for block in dict.fromkeys((*blocks.names[:2], blocks.names[-1])):

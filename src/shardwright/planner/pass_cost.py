@@ -39,7 +39,7 @@ class OperatorsAlone(NamedTuple):
 
     @classmethod
     def of(cls, pricing: Pricing, records: LayoutRecords) -> OperatorsAlone:
-        """Returns what is read of records, extended to all blocks."""
+        """Returns what estimates read of ``records``, extrapolated to all blocks."""
         reading = cls(
             pricing.pass_times(records), pass_memory(records, 0), held_at_rest(records, 0), beside_bytes(records, 0)
         )
@@ -75,7 +75,7 @@ class PassCost:
     plain_bytes: float
     """The same without recomputation."""
     most_bytes: float
-    """The most bytes of the passes at once, but for gradients."""
+    """The peak bytes of the passes, not counting gradients."""
     at_rest: Mapping[str, float]
     of_block: Mapping[str, float]
     of_rest: Mapping[str, float]
@@ -89,8 +89,8 @@ class PassCost:
     ) -> PassCost:  # fmt: skip
         """Returns the cost for a microbatch of ``samples``, extrapolated from records of the sizes in ``sizes``.
 
-        ``known`` has what is read of the records of few samples, of the same with recomputation as ``recompute`` says,
-        and, if there are any, of those of more samples.
+        ``known`` has what is read of the records of ``sizes[0]`` samples, of those of the last of ``sizes`` with
+        recomputation as ``recompute`` says, and, if there is a second size, of those of ``sizes[1]`` samples.
         """
         few, own, *more = known
         blocks, has_rest = max(1, num_blocks), bool(few.rest)
@@ -105,7 +105,7 @@ class PassCost:
             return lambda reading: (read(reading) - (read(reading.rest[0]) if reading.rest else 0.0)) / blocks
 
         def with_own(read: Callable[[OperatorsAlone], float]) -> float:
-            """The same with recomputation, of which the difference grows with the samples."""
+            """Returns the scaled number and what recomputation adds, which is taken to grow with the samples."""
             return scaled(read) + (read(own) - read((more or [few])[0])) * samples / sizes[len(more)]
 
         forward_s, backward_s = scaled(lambda e: e.times.forward_s), with_own(lambda e: e.times.backward_s)

@@ -17,11 +17,11 @@ from shardwright.plan.schedule import Schedule
 class ActionClass(NamedTuple):
     """The class of an action in the schedule of its stage; actions of one class are taken to do the same.
 
-    ``slot`` is the number of the action's chunk on its stage, and ``kind`` is F, B, I or W. ``order`` says whether the
-    action is the first, the last or the only one of this slot and kind, or between; of backwards the second is apart,
-    since sums of gradients that the first two begin are under way in all later ones. ``after`` names the previous
-    action of the stage by slot and kind, such as "0B", and ``before`` the next one; "" if there is none. What an action
-    allocates and frees depends on them, since a stage begins to receive for the next action.
+    ``slot`` is the number of the action's chunk on its stage, and ``kind`` is F, B, I or W. ``order`` is the action's
+    place among those of its slot and kind: "first", "last", "only" or "between". If they are not forwards, the second
+    one is "second": only in later ones may the sums of gradients that two earlier ones began be under way. ``after``
+    names the previous action of the stage by slot and kind, such as "0B", and ``before`` the next one; "" if there is
+    none. They are part of the class because a stage posts the receives of its next action early, which takes memory.
     """
 
     slot: int
@@ -46,10 +46,10 @@ class ActionOrder:
 
 @lru_cache(maxsize=32)
 def action_orders(schedule: Schedule) -> tuple[ActionOrder, ...]:
-    """Returns the :class:`ActionClass` of each action of each stage: its chunk, kind, order and neighbours.
+    """Returns, for each stage, the classes of its actions and the class of each action (:class:`ActionOrder`).
 
-    The classes of a stage are in the order of the first action of each chunk and kind, and of those alike in that of
-    the actions.
+    The classes of one chunk and kind stand together, in the order in which they first occur in the schedule. Such
+    groups are in the order of their first actions.
     """
     return tuple(_action_order(schedule, stage) for stage in range(schedule.num_stages))
 
@@ -84,7 +84,7 @@ _KINDS, _NONE = "FBIW", -1
 
 
 def _ends(codes: list[int], code: int, first: int) -> dict[int, str]:
-    """Returns the places of the actions of one chunk and kind that are not between others, with their order."""
+    """Returns, by index, the order of the first, second, last or only action of one chunk and kind."""
     number = codes.count(code)
     if number == 1:
         return {first: "only"}
@@ -105,13 +105,13 @@ def nearest_class(place: ActionClass, actions: Collection[ActionClass]) -> Actio
     candidates = sorted((other for other in actions if other[:2] == place[:2] and other.order in orders), key=_is_last)
     if not candidates:
         return None
-    is_backward = place.kind != "F"  # a backward's last one sums gradients; the last forward is like others
+    is_backward = place.kind != "F"  # the last backward sums gradients, so its order counts most; no forward does
     middle = [order for order in _LATER if (order == "last") == (place.order == "last")]
 
-    def likeness(each: ActionClass) -> tuple[bool, ...]:
-        same = each.after == place.after, each.before == place.before
-        order = each.order == place.order
-        return (order or each.order in middle, all(same), *same, order) if is_backward else (all(same), *same, order)
+    def likeness(other: ActionClass) -> tuple[bool, ...]:
+        same = other.after == place.after, other.before == place.before
+        order = other.order == place.order
+        return (order or other.order in middle, all(same), *same, order) if is_backward else (all(same), *same, order)
 
     return max(candidates, key=likeness)
 
@@ -160,7 +160,10 @@ def sample_chunks(schedule: Schedule, few: int) -> tuple[int, ...]:
 
 
 def has_all_actions(few: Schedule, schedule: Schedule) -> bool:
-    """Returns whether ``few``, a schedule on few stages, has an action like (:func:`like`) each one of ``schedule``."""
+    """Returns whether ``few``, a schedule on few stages, has an action that can stand for each action of ``schedule``.
+
+    The action is looked for on the stage that stands for the action's stage (:func:`kind_of`).
+    """
     classes = [order.classes for order in action_orders(few)]
     kinds = (kind_of(stage, schedule.num_stages, few.num_stages) for stage in range(schedule.num_stages))
     return all(

@@ -1,4 +1,4 @@
-"""Refuses arguments of ``plan_layouts`` that cannot be meant so, before anything is rehearsed."""
+"""Checks the arguments of ``plan_layouts`` before anything is rehearsed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwright.strategies import STRATEGIES
 
 
 def check_kinds(model: Any, cluster: Any, fix: Any, without: Any) -> None:
-    """Raises PlanError for a model, a cluster or words of another kind than ``plan_layouts`` takes.
+    """Raises PlanError if an argument is of another type than ``plan_layouts`` takes.
 
     >>> check_kinds(nn.Linear(2, 2), "a100-80gb:1x2", "tp2", ["offload"])
     >>> check_kinds(nn.Linear, "a100-80gb:1x2", "", ())
@@ -60,7 +60,7 @@ def check_kinds(model: Any, cluster: Any, fix: Any, without: Any) -> None:
 
 
 def check_numbers(memory_limit: float, tokens: int, most_priced: int, top: int) -> None:
-    """Raises PlanError for a share of memory that is none, and for numbers that count nothing.
+    """Raises PlanError for a ``memory_limit`` outside of 0 to 1, and for numbers of tokens or layouts that are too low.
 
     >>> check_numbers(0.92, 0, 4, 10)
     >>> check_numbers(92, 0, 4, 10)
@@ -111,7 +111,7 @@ def check_batch(batch: tuple[Any, Any]) -> int:
 
 
 def check_words(layout: Layout | None, fix: str, without: Sequence[str]) -> None:
-    """Raises PlanError for words to leave out that name nothing, and for what a search alone reads."""
+    """Raises PlanError for unknown names in ``fix`` or ``without``, and if one of them is given beside a ``layout``."""
     if layout is not None and (fix or without):
         raise PlanError(
             "a layout that is given is not searched",

@@ -41,7 +41,7 @@ class Plans:
     top: int | None = None
     """The most layouts that tables list; ``layouts`` has all."""
     ways_out: tuple[str, ...] = ()
-    """What to change so that a layout fits, where none of a search does, as sentences."""
+    """Sentences on what to change so that a layout fits; empty unless a search has found none that does."""
     num_parameters: int = 0
     """The elements of all parameters of the model; one that several modules share counts once."""
     narrow: str = ""
@@ -56,10 +56,10 @@ class Plans:
     def interval(self, step_s: float) -> tuple[float, float]:
         """Returns the seconds between which nine in ten measured steps lie, for the predicted ``step_s``.
 
-        Where nothing was measured on the machine, they are those of published runs of another library. On accelerators
-        that such runs fitted constants to, the interval is no narrower than where constants were measured, since all
-        runs were of eight ranks under one strategy. On others all took longer than predicted, so even the lower end is
-        above ``step_s`` there.
+        Where nothing was measured on the cluster, they come from published runs of another library. If constants were
+        fitted to such runs on this accelerator, the interval is no narrower than :data:`INTERVAL` around their median,
+        since all these runs had eight ranks and one strategy. On other accelerators even the lower end is above
+        ``step_s``, since steps priced with default constants took longer than predicted.
         """
         times = self.published
         if times is None:
@@ -70,10 +70,10 @@ class Plans:
         return step_s * low, step_s * high
 
     def expected_s(self, step_s: float) -> float:
-        """Returns the seconds to reckon with for a step of which the parts add up to ``step_s``; see :meth:`interval`.
+        """Returns the seconds to expect of a step of which the parts add up to ``step_s``.
 
-        Where nothing was measured on the machine, half of the published runs took longer and half less, as multiples of
-        what is predicted; else they are ``step_s``.
+        Where nothing was measured on the cluster, they are ``step_s`` times the median of published runs, in multiples
+        of the prediction (:attr:`published`); else they are ``step_s``.
         """
         times = self.published
         return step_s if times is None else step_s * times.median
@@ -82,8 +82,8 @@ class Plans:
     def published(self) -> StepTimes | None:
         """How long published runs took, as multiples of the prediction: those on this accelerator, if there are some.
 
-        None where something was measured on the cluster, or its file has constants of its own for what runs were fitted
-        to.
+        It is None if something was measured on the cluster, or if its file sets other values for the constants that
+        published runs fit (:data:`~.anchors.FITTED`).
         """
         return None if self.is_measured else published_times(self.cluster.device.name, self.cluster.constants)
 
@@ -94,7 +94,7 @@ class Plans:
 
     @property
     def basis(self) -> str:
-        """What predicted seconds are made from, in words."""
+        """A phrase that says what predicted seconds are based on."""
         if self.is_measured:
             return "some constants measured or from your runs"
         times = self.published
@@ -106,13 +106,13 @@ class Plans:
 
     @property
     def knows_starts(self) -> bool:
-        """Whether the seconds to start an operator are known, or do not matter, since the host itself computes."""
+        """Whether the seconds to launch an operator are more than a guess, or do not matter since the host computes."""
         return self.cluster.device.type in HOST or "launch_s" in self.cluster.constants.sources
 
     def host_s(self, price: Price) -> float:
-        """Returns the seconds in which a slow host starts a step's operators; 0 if they are known or hidden.
+        """Returns the seconds in which a slow host would launch a step's operators (:data:`SLOW_START_S` each).
 
-        The host is one that was measured beside an accelerator.
+        It is 0 if the host of the cluster is known, or if the step takes longer than that anyway.
         """
         seconds = SLOW_START_S * price.starts
         return 0.0 if self.knows_starts or seconds <= price.step_s else seconds
@@ -126,7 +126,8 @@ class Plans:
     def best(self) -> Price:
         """The price of the best layout, whose ``layout`` can be passed to ``parallelize``.
 
-        If none that was priced fits the memory limit, it is the nearest: of the least memory, and not much slower.
+        If none that was priced fits the memory, it is the one with the lowest :func:`~.search.misfit_s`: it exceeds the
+        memory by little, and is not much slower than others.
         """
         return self.layouts[0]
 
@@ -152,7 +153,7 @@ class Plans:
         """Returns why layouts were left out, the most frequent reason first.
 
         Each entry has the ``reason``, the ``count`` of layouts and, as ``nearest``, the first layout left out for it;
-        ``detail`` says what the constraint is for that layout, or is "".
+        ``detail`` has the numbers of that layout, such as "91 of 74 GB", or is "".
         """
         result = self.found
         return [
@@ -161,9 +162,9 @@ class Plans:
         ]
 
     def fits(self, price: Price) -> bool:
-        """Returns whether a layout fits the memory of a device, and what it offloads the memory of a node's host.
+        """Returns whether a layout fits the memory limit, and the state that it offloads the memory of a node's host.
 
-        What it offloads fits a host whose memory is not known.
+        A host whose memory is not known counts as large enough.
         """
         return price.fits(self.cluster.device.memory_bytes, self.memory_limit) and self.host_fits(price) is not False
 

@@ -20,20 +20,21 @@ if TYPE_CHECKING:
     from shardwright.planner.plan_results import Plans
 
 GUESSED = ("matmul_efficiency", "memory_efficiency", "overlap_cost")
-"""Constants that text names where they are guesses; data have all."""
+"""The constants that text names if they are guesses; data have all constants with their sources."""
 
 MEMORY_ON_CPUS, MEMORY_ON_CARD = 0.001, 0.003
 """The largest relative errors of predicted memory in the newest rows of the benchmarks ``ledger`` and ``gpu``."""
 
 NATURAL_BOUNDS = ("overlap_cost", "in_node_efficiency", "between_efficiency", "step_s")
-"""Constants of which the least and the largest value are as likely as others, so that they are not warned of."""
+"""Constants whose least and largest values are as likely as others, so that no warning is given of these values."""
 
 
 def warnings_of(plans: Plans) -> list[str]:
     """Returns what to know before trusting the prices, as sentences.
 
-    The warnings are about unlikely figures of the device, layouts priced without extrapolation from few blocks,
-    stages with several chunks, and activations that are offloaded, of which the time is not priced.
+    The warnings are about unlikely figures of the device, layouts priced without extrapolation from few blocks, stages
+    with several chunks, offloaded activations, whose copies are not priced, constants at their bounds, precisions
+    without a peak, anchors far from the prediction, and measurements with a large spread.
     """
     whole: dict[str, list[Layout]] = {}
     for price in plans.layouts:
@@ -73,8 +74,8 @@ def warnings_of(plans: Plans) -> list[str]:
 def text_of(plans: Plans) -> str:
     """Returns the prices as text for a terminal.
 
-    The text has a sentence about the best layout, a table of the listed ones, the best one's seconds by part,
-    memory, traffic and baseline, the runner-up, what was left out, and warnings.
+    The text has a sentence about the best layout, a table of the listed ones, the best one's seconds by part, memory,
+    traffic and baseline, notes, the runner-up, what was left out, and warnings.
     """
     best = plans.best
     nearest = f"nothing that was priced fits {100 * plans.memory_limit:.3g} % of the memory; the nearest is"
@@ -147,7 +148,7 @@ def _offloaded(plans: Plans) -> Iterator[str]:
 
 
 def _assumed_network(plans: Plans) -> Iterator[str]:
-    """Yields that the bandwidth between nodes is an assumption, if there are several and no file gives it."""
+    """Yields a note that the bandwidth between nodes is assumed, if there are several nodes and no file gives it."""
     device, sources = plans.cluster.device, plans.cluster.calibration.sources
     if plans.cluster.nodes.num_nodes > 1 and device.assumes_network and sources.get("between_nodes") != "measured":
         yield (
@@ -157,7 +158,7 @@ def _assumed_network(plans: Plans) -> Iterator[str]:
 
 
 def _of_published_runs(plans: Plans) -> Iterator[tuple[str, str]]:
-    """Yields what published runs say of the interval, which constants were fitted to them, and which are guesses."""
+    """Yields notes, as a word and a text, on the interval of published runs, and on fitted and guessed constants."""
     if plans.is_measured:
         return
     times, constants, usual = plans.published, plans.cluster.constants, Constants()
@@ -184,9 +185,10 @@ def _of_published_runs(plans: Plans) -> Iterator[tuple[str, str]]:
 def notes_of(plans: Plans) -> list[tuple[str, str]]:
     """Returns what to know of the prices, each as a word and a text.
 
-    They say what the best layout offloads and where to, where the interval comes from, which constants are guesses,
-    that the network is assumed, how long a slow host would take, in which dtypes the weights are if that is narrow,
-    and under which layouts gradients are summed in other dtypes.
+    They say what the best layout offloads and where to, how many likely layouts were not priced, where the interval
+    comes from, which constants are guesses, that the network is assumed, how far predictions of memory were off, how
+    long a slow host would take, that the model's weights are in a narrow dtype, and under which layouts gradients are
+    summed in one.
     """
     notes = [("offloaded", text) for text in _offloaded(plans)]
     if plans.found.unpriced:

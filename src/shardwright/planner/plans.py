@@ -51,8 +51,8 @@ from shardwright.planner.short import ShortModel
 from shardwright.planner.ways_out import ways_out
 
 MOST_WHOLE, MOST_WHOLE_OF_FEW, FEW_BLOCKS = 4, 8, 32
-"""The most stages that a search rehearses one by one, where they are not alike; of a model with few blocks; and how
-many blocks are few.
+"""``MOST_WHOLE`` is the most pipeline stages that a search rehearses one by one, for a layout whose stages are not
+alike; ``MOST_WHOLE_OF_FEW`` is the same for a model of ``FEW_BLOCKS`` repeated blocks or fewer.
 
 A rehearsal of 24 blocks on eight stages takes some five seconds.
 """
@@ -70,22 +70,29 @@ def plan_layouts(
     """Returns the predicted cost of layouts of a model on a cluster, the best first, or of ``layout`` alone.
 
     Of layouts that fit and are within one percent of the fastest, the simplest comes first: it does not offload, or has
-    fewer axes and options.
+    fewer axes and options. Layouts that do not fit come last. A search skips layouts with more than four pipeline
+    stages that are not alike (eight in a model of 32 blocks or fewer), since each stage would have to be rehearsed.
 
-    ``cluster`` may be text such as "a100-80gb:128x8". The global ``batch`` is (inputs, targets), or with
-    ``loss=sw.ModelLoss()`` a mapping; only shapes and dtypes matter, and a condition on values, such as whether a mask
-    is all ones, counts as true. ``loss`` is as in ``parallelize``, by default the cross entropy, and ``roles`` gives
-    tensor-parallel roles to layers by name. A layout must have the parts of a line in ``fix`` ("tp8 dp/zero1") and no
-    axis or option in ``without``. At most ``most_priced`` layouts are priced: more find better ones, and take longer. A
-    search skips layouts with more than four pipeline stages that are not alike (eight in a model of 32 blocks or
-    fewer), since each stage would have to be rehearsed.
-    ``memory_limit`` is the share of a device's memory that a layout may take; layouts above it come last.
-    ``anchors`` are runs on this cluster with this batch, as seconds of a step by layout line: they correct all prices.
-    ``top`` is how many layouts tables list, and ``tokens`` is the number of tokens of the batch, for tokens per second:
-    by default the elements of the inputs' first tensor if that is 2-D and of integers, else the samples. ``keep_in`` is
-    a folder for what rehearsals find: a later plan of the same model, code and samples, on any cluster, finds it there.
-    A search that finds no layout that fits also looks at more devices and shorter sequences, for the plans'
-    ``ways_out``, unless ``look_further`` is false.
+    Args:
+        model: the plain model.
+        cluster: a :class:`Cluster`, text such as "a100-80gb:128x8", or the name of a TOML file.
+        batch: the global batch (inputs, targets), or with ``loss=sw.ModelLoss()`` a mapping. Only shapes and dtypes
+            matter; a condition on values, such as whether a mask is all ones, counts as true.
+        loss: as in ``parallelize``; by default the cross entropy.
+        layout: the one layout to price. Without it layouts are searched.
+        fix: parts of a layout line that a layout must have, such as "tp8 dp/zero1".
+        without: axes and options that a layout must not have.
+        top: how many layouts tables list.
+        most_priced: the most layouts that are priced. More find better ones, and take longer.
+        anchors: runs on this cluster with this batch, as seconds of a step by layout line. They correct all prices.
+        tokens: the number of tokens of the batch, for tokens per second. By default it is the elements of the inputs'
+            first tensor if that is 2-D and of integers, else the samples.
+        memory_limit: the share of a device's memory that a layout may take.
+        roles: tensor-parallel roles of layers, by name.
+        keep_in: a folder for what rehearsals find. A later plan of the same model, code and samples, on any cluster,
+            finds it there.
+        look_further: whether a search that finds no layout that fits also looks at more devices and shorter sequences,
+            for the plans' ``ways_out``.
 
     Raises: LayoutError: ``layout`` or an anchor's is no layout line, is for another number of ranks than the cluster,
         or does not fit the model or the batch; the batch has no tensor or no sample; or a search finds no layout.
@@ -155,11 +162,11 @@ class _ModelRecords:
         keep_in: Path | str | None,
     ) -> None:  # fmt: skip
         self.model, self.loss, self.batch, self.device_type, self.roles = model, loss, batch, device_type, roles
-        rows_of = [mark.shapes for mark in packed_in(batch)]  # samples differ in nothing else
+        rows_of = [mark.shapes for mark in packed_in(batch)]  # packed samples may have other shapes than the first one
         self.kept = RecordsFile.of(keep_in, model, loss, first_rows(batch, 1), rows_of, device_type, dict(roles))
         self.plans = ModelPlans(model, few_inputs(batch), self.kept)
         self.spent_s = 0.0
-        """The processor seconds that records of layouts, not those for estimates, have taken."""
+        """The CPU seconds spent on records of layouts that are priced, not on those for estimates."""
 
     @cached_property
     def short(self) -> ShortModel:
@@ -172,11 +179,14 @@ class _ModelRecords:
         return self._timed(lambda: self.kept.find(key, lambda: self._rehearsed(layout, rows, most_whole)))
 
     def of_batch(self, layout: Layout, samples: int, batch: tuple[Any, Any]) -> LayoutRecords:
-        """Returns the records for samples like those of another batch, of which nothing is kept."""
+        """Returns the records of a layout for samples like those of another ``batch``; they are not kept."""
         return self._timed(lambda: self._rehearsed(layout, first_rows(batch, samples), None))
 
     def searched(self, pricing: Pricing, samples: int, wanted: SearchConstraints) -> SearchResult:
-        """Returns what a search finds that rehearses no more unlike stages of a layout than ``MOST_WHOLE`` says."""
+        """Returns the result of a search that rehearses at most ``MOST_WHOLE`` stages of a layout one by one.
+
+        For a model of few blocks, they are at most ``MOST_WHOLE_OF_FEW``.
+        """
         num_blocks = self.short.blocks.number if self.short.blocks is not None else 0
         most_whole = MOST_WHOLE_OF_FEW if 0 < num_blocks <= FEW_BLOCKS else MOST_WHOLE
         return search(pricing, samples, partial(self, most_whole=most_whole), wanted, self.short)
@@ -190,14 +200,14 @@ class _ModelRecords:
     def _rehearsed(self, layout: Layout, rows: tuple[Any, Any], most_whole: int | None) -> LayoutRecords:
         job = job_for(self.model, self.loss, layout, rows[0], tokens_of(rows[0], layout), self.roles)
         if job.graph is not None and (job.graph.reads_values or job.graph.selects_by_values):
-            self.kept.forget()  # a file is that of shapes
+            self.kept.forget()  # a file is found by shapes alone, and these records depend on values
         return record_layout(job, layout, rows, self.device_type, most_whole=most_whole, model_plans=self.plans)
 
 
 def _ways_out(
     found: SearchResult, pricing: Pricing, record: _ModelRecords, samples: int, wanted: SearchConstraints
 ) -> tuple[str, ...]:
-    """Returns what to change so that a layout fits, where none that a search has priced does (:func:`ways_out`)."""
+    """Returns sentences on what to change so that a layout fits, after a search that found none (:func:`ways_out`)."""
     one = replace(wanted, most=1, most_to_fit=3)
     return tuple(ways_out(
         min(found.misfits, key=lambda price: price.memory_bytes), pricing.cluster, record.batch, wanted.limit_bytes,
@@ -217,7 +227,7 @@ def _parameters_of(model: nn.Module) -> tuple[int, str]:
 
 
 def _pair(batch: Any, loss: nn.Module) -> tuple[Any, Any]:
-    """Returns the inputs and targets of a batch; of one whose labels the model reads, all of it and the labels."""
+    """Returns the inputs and targets of a batch; for a :class:`ModelLoss`, the whole batch and its labels."""
     return next(pairs([batch], loss.pair if isinstance(loss, ModelLoss) else None))
 
 
@@ -228,13 +238,13 @@ def _num_tokens(inputs: Any) -> int:
 
 
 def _rank(price: Price, limit: float, cluster: Cluster) -> tuple[bool, float]:
-    """Returns what prices are sorted by: those that fit by their seconds, then the others by :func:`misfit_s`."""
+    """Returns the sort key of a price: those that fit come first, by their seconds, then others by :func:`misfit_s`."""
     fits = price.memory_bytes <= limit and host_fits(price, cluster) is not False
     return not fits, price.step_s if fits else misfit_s(price, limit)
 
 
 def _priced_anchor(line: str, measured_s: float, pricing: Pricing, batch: int, record: LayoutRecorder) -> Price:
-    """Returns the price of a layout that has run.
+    """Returns the price of an anchor's layout, whose step took ``measured_s`` seconds.
 
     Raises: LayoutError: it cannot be on this cluster with this batch. PlanError: its step takes fewer seconds than the
         model's FLOPs do at the device's peak.
@@ -267,7 +277,7 @@ def _none_found(cluster: Cluster, found: SearchResult, fix: str, without: Sequen
 
 
 def _remedy(found: SearchResult, fix: str, without: Sequence[str], num_ranks: int) -> str:
-    """Returns what to change so that there are layouts: the fixed part that left out most, with the nearest layout."""
+    """Returns what to change so that a search finds layouts, such as the part of ``fix`` that left out the most."""
     if fix and any(OWN in why for why in found.rejected):
         parts = [f"{part}/{OWN}" if part.startswith("mb") and OWN not in part else part for part in fix.split()]
         parts += [f"mb/{OWN}"] * (not any(part.startswith("mb") for part in parts))
@@ -283,6 +293,6 @@ def _remedy(found: SearchResult, fix: str, without: Sequence[str], num_ranks: in
         uneven = f"{number} does not divide {num_ranks} ranks, and " if not number or num_ranks % number else ""
         return f"leave out '{part}' of --fix: {uneven}{found.nearest[why]} can be looked at without it"
     refused = {why: found.remedies[why] for why, _ in found.rejected.most_common() if why in found.remedies}
-    if len(refused) == len(found.rejected) > 0:  # the model refuses each: what most of the errors say
+    if len(refused) == len(found.rejected) > 0:  # the model refuses each layout: the fix of the most frequent error
         return next(iter(refused.values()))
     return "leave out less" if without else "take a larger batch" if not fix else "fix less"

@@ -39,9 +39,10 @@ def cluster_for(text: str, num_ranks: int) -> Cluster:
 
 
 def by_price(job: Job, layout: Layout, cluster: str) -> Job:
-    """Returns the job with a cluster, for which stages are cut, and ``pp/auto`` and ``tp/auto`` choose.
+    """Returns the job with a cluster and the forward seconds of its layers on it.
 
-    Times of layers that were measured stay, and are taken in place of predicted ones.
+    By these, stages are cut and ``pp/auto`` and ``tp/auto`` choose. Seconds that were measured stay; else they are
+    predicted if the layout has pipeline stages.
 
     Raises: PlanError, LayoutError: the cluster cannot be read.
     """
@@ -72,7 +73,7 @@ def predict_step(
     account = predict_memory(
         job, layout, rank, batch, optimizer=optimizer, ranks=ranks, device=device_type, **options
     )  # fmt: skip
-    # the ledger's ranks cut a global batch, and those of a run read their own samples alone
+    # in the ledger a rank holds the whole global batch, and in a run it reads its own samples alone
     copies, held_by_kind = prod(layout.mesh[axis] for axis in mesh_axes("copies")), account.at_peak()
     held_by_kind["batch"] = held_by_kind["batch"] * -(-num_rows(batch) // copies) // num_rows(batch)
     price = None if cluster is None else Pricing(cluster, ModelPlans(job.model).kind).price(records.layout, records)

@@ -1,7 +1,7 @@
 """Computes the price of a layout on a cluster: the seconds of its step by part, each stage's memory, and bytes sent.
 
-The operators and messages of an action are gone through in program order. The collectives of one axis are taken to run
-one after the other; time that a rank waits for one without computing is exposed. The seconds of each part grow linearly
+The operators and messages of an action are walked in program order. The collectives of one axis are taken to run one
+after the other; the time that a rank waits for one without computing is exposed. The seconds of each part grow linearly
 with the blocks, so they are extrapolated to all blocks of the stage; then the schedule is simulated. Nothing is run.
 """
 
@@ -30,8 +30,8 @@ from shardwright.runtime.timeline import Timeline
 from shardwright.strategies.pipeline.simulate import ChunkTimes, ends_of, simulate
 
 MOVED_SHARE = 1 / 3
-"""The share of offloaded bytes that goes to the host as gradients, and comes back as parameters: beside each parameter
-the host holds two moments of its size."""
+"""The share of the offloaded bytes that moves each way in a step: gradients to the host, and parameters back. It is a
+third, since beside each parameter the host holds two moments of its size."""
 
 UTILISATION = 0.4
 """The share of the peak FLOP/s that a baseline takes every layout to reach."""
@@ -45,9 +45,9 @@ class Price(NamedTuple):
 
     ``waterfall`` has the seconds of a step by part, such as matrix products or exposed messages of a layout axis, on
     the stage that finishes last, and adds up to ``step_s``. ``bubble`` is the share of all stages' time in which they
-    wait, from the first action of the schedule to the last; the waterfall's is that of the last stage alone, which may
-    wait for nothing. ``memory`` is the peak of each stage. ``traffic_by_axis`` has, by mesh axis, the payload bytes
-    that a rank sends and receives in a step, of the stage with the most of them. The few bytes of the loss and of
+    wait, from the first action of the schedule to the last; the bubble in ``waterfall`` is the waiting of the stage
+    that finishes last alone. ``memory`` is the peak of each stage. ``traffic_by_axis`` has, by mesh axis, the payload
+    bytes that a rank sends and receives in a step, of the stage with the most of them. The few bytes of the loss and of
     comparisons between ranks are left out.
     """
 
@@ -113,8 +113,8 @@ class PassTimes(NamedTuple):
     ``weights_s`` is the part of ``backward_s`` that computes gradients of weights, taken to be half of its matrix
     products, and ``adds_s`` how much longer the backward of a later microbatch takes, which adds its gradients; 0 if
     there is one microbatch. ``update_starts_s`` are those in which the host starts the optimizer's operators, a part of
-    ``update_s`` that does not shrink with the state. ``hidden_s`` is the time of its messages during which it computes.
-    Messages of model copies are not counted. ``flops`` are those of the forward.
+    ``update_s`` that does not shrink with the state. ``hidden_s`` are those of the backward's messages that computation
+    hides. Exposed messages of model copies are not counted. ``flops`` are those of the forward.
     """
 
     forward_s: float
@@ -172,7 +172,7 @@ class Pricing:
         return replace(timeline, name=f"{layout} on {self.cluster}")
 
     def _times(self, layout: Layout, records: LayoutRecords) -> tuple[list[_StageTimes], ChunkTimes]:
-        """Returns the seconds of each stage's actions, and those of each chunk's usual ones."""
+        """Returns the times of each stage, and the usual seconds of each chunk's actions, to simulate a schedule by."""
         schedule = records.schedule
         stages = self._stage_times(records)
         slots = _slots(schedule)
@@ -189,7 +189,7 @@ class Pricing:
         return [_StageTimes(self, records, stage, costs) for stage in range(records.schedule.num_stages)]
 
     def pass_times(self, records: LayoutRecords) -> PassTimes:
-        """Returns the seconds of the passes of a layout of one stage, extended to all its blocks."""
+        """Returns the seconds of the passes of a layout of one stage, extrapolated to all its blocks."""
         (stage,) = self._stage_times(records)
         copies = [name for name, axis in layout_axes().items() if axis.kind == "copies"]
 
@@ -210,8 +210,8 @@ class Pricing:
     def action_time(self, shape: ActionShape, *, is_last: bool) -> ActionTime:
         """Returns the seconds of an action by part.
 
-        ``is_last`` says that the rank does nothing after it, so that messages still under way at its end are waited
-        for.
+        ``is_last`` says that no action of the schedule follows it, so that messages still under way at its end are
+        waited for.
         """
         key = (id(shape.records), is_last)
         if key not in self._actions:
@@ -238,7 +238,7 @@ class Pricing:
                 clock += seconds
                 launches += record.launches
             elif isinstance(record, MessageRecord):
-                launches += 0 if self.on_host else MESSAGE_STARTS  # of a host that computes, seconds have it all
+                launches += 0 if self.on_host else MESSAGE_STARTS  # where the host computes, message_s includes them
                 if record.kind not in P2P:
                     message_s = self.message_s(record)
                     sent_s += message_s
@@ -252,7 +252,7 @@ class Pricing:
         return ActionTime((*parts.values(), *exposed.values()), launches, self._axes, sent_s)
 
     def _costs(self, step: ActionTable) -> list[_ActionCost]:
-        """Returns what each action takes with all blocks that it runs."""
+        """Returns the cost of each action of ``step``, extrapolated to all blocks that it runs."""
         constants, calibration = self.cluster.constants, self.cluster.calibration
 
         def rows(shapes: Iterable[ActionShape]) -> list[tuple[float, ...]]:
@@ -265,7 +265,8 @@ class Pricing:
             rows(rehearsal.more for rehearsal in step.actions),
         )
         numbers = step.at_blocks(fewer, more)
-        # what is not hidden of messages is not affine: where more blocks hide more, as much as is left is taken
+        # exposed seconds of messages are not linear in the blocks: where the rehearsal with more blocks exposes less,
+        # its seconds are taken as they are, since an extrapolation may fall below zero
         exposed = slice(len(PARTS), -3)
         few, many = np.array(fewer)[:, exposed], np.array(more)[:, exposed]
         numbers[:, exposed] = np.where(many >= few, numbers[:, exposed], many)
@@ -287,9 +288,10 @@ class Pricing:
         return self._operators[record]
 
     def together_s(self, operators_s: float, launches: float) -> float:
-        """Returns the seconds of operators of the step in a row, which take ``operators_s`` alone, with their starts.
+        """Returns the seconds of several operators in a row, launches by the host included.
 
-        The parts are those of :meth:`ActionTime.waterfall`.
+        One by one, the operators take ``operators_s`` seconds without launches. The two are put together as in
+        :meth:`ActionTime.waterfall`.
         """
         time = ActionTime((operators_s, *(0.0 for _ in PARTS[1:])), launches, ())
         seconds = time.waterfall(self.cluster.constants.launch_s, on_host=self.on_host, factor=self.factor)
@@ -315,7 +317,7 @@ class Pricing:
     # ---- messages
 
     def _transfers(self, records: LayoutRecords, mesh: Mesh) -> float | dict[tuple[int, int], float]:
-        """Returns the seconds from the end of a forward to the arrival of what it sends, by pair of stages."""
+        """Returns the seconds from the end of a forward to the arrival of what it sends, by pair of stages; or 0."""
         transfers: dict[tuple[int, int], float] = {}
         schedule = records.schedule
         first_of = [mesh.first_rank(mesh_axes("stages"), stage) for stage in range(schedule.num_stages)]
@@ -383,7 +385,7 @@ class _StageTimes:
         numbers = Counter[tuple[int, str]]()
         for place, cost, number in zip(order.classes, own, order.counts, strict=True):
             key, rank = place[:2], (number, place.order == "between")
-            if key not in usual or rank >= usual[key][0]:  # the commonest one, and of several the last
+            if key not in usual or rank >= usual[key][0]:  # the most frequent class; of equal ones "between", the last
                 usual[key] = rank, cost.seconds
             numbers[key] += number
             done_s += number * cost.seconds
@@ -406,7 +408,7 @@ class _StageTimes:
     def _offloaded_update_s(self) -> float:
         """Returns the seconds of the optimizer's step where the host makes it; 0 if the device does.
 
-        Gradients go to the host and parameters come back, and the host reads and writes what the operators do.
+        Gradients go to the host, parameters come back, and the host reads and writes the bytes of the operators.
         """
         rehearsals = self._kind.rehearsed
         if self._pricing.on_host or not any(stage_record.offloaded_bytes for stage_record in rehearsals):
@@ -430,5 +432,5 @@ class _StageTimes:
         return [cost for place, cost in zip(self._places, self._costs, strict=True) if place.kind == kind]
 
     def usual_s(self, slot: int, kind: str) -> float:
-        """Returns the seconds of most actions of a kind on one chunk; 0 if there is none."""
+        """Returns the seconds of the most frequent class of actions of a kind on a chunk; 0 if there is none."""
         return self._usual.get((slot, kind), 0.0)

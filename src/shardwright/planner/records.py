@@ -55,11 +55,11 @@ from shardwright.planner.rehearse import P2P, ActionRecord, MessageRecord, RankR
 FEW_STAGES, FEW_MICROBATCHES = 3, 3
 """The numbers of stages, and of microbatches on a single stage, that are rehearsed: the first, one between, the last.
 Several stages are rehearsed with at least two microbatches more than stages, if the layout has as many, so that each
-alternates forwards and backwards. Where messages of a backward are under way after it, as sums of gradients in each
-microbatch, it is one microbatch more: only the third is like those that follow."""
+alternates forwards and backwards. Where a backward ends with messages under way, such as sums of gradients in each
+microbatch, there is one microbatch more, since only the third backward is like those that follow."""
 
 MOST_SAMPLES = 8
-"""The most samples of a batch by which it is known whether a forward uses alike blocks alike."""
+"""The most samples on which a forward is run to see whether it uses all repeated blocks in the same way."""
 
 FEWER_AND_MORE, WHERE_RECOMPUTED, WHERE_UNSHARDED = (1, 2), (2, 3), (4, 5)
 """The numbers of blocks in each chunk in the two rehearsals. The second pair is for recomputed blocks that
@@ -68,7 +68,7 @@ differ in what they hold where they are the first or the last, the third for lay
 
 
 UNLIKE_STAGES = "stages that are not alike would each have to be rehearsed"
-"""What the error says of a layout that a search does not rehearse."""
+"""The error's text for a layout that a search does not rehearse, since it has too many stages that are not alike."""
 
 
 def record_layout(
@@ -77,10 +77,10 @@ def record_layout(
 ) -> LayoutRecords:  # fmt: skip
     """Returns the operators, messages and memory of each stage's actions under a layout.
 
-    They are from as few steps on the meta device (rehearsals) as possible. Of ``batch``, a global batch (inputs,
-    targets), only shapes and dtypes matter. ``device_type`` is the type of the devices to predict memory for, such as
-    "cuda", and ``optimizer`` a class. With ``whole``, every stage is rehearsed with all its blocks. ``model_plans``
-    caches what layouts of one model share.
+    They come from as few steps on the meta device (rehearsals) as possible. ``batch`` is a global batch (inputs,
+    targets), of which only shapes and dtypes matter. ``device_type`` is the type of the devices to predict memory for,
+    such as "cuda", and ``optimizer`` a class. With ``whole``, every stage is rehearsed with all its blocks.
+    ``model_plans`` caches what layouts of one model share.
 
     Raises: LayoutError, PlanError: the model cannot have the layout or does not run on the meta device, or more than
         ``most_whole`` stages would have to be rehearsed with all their blocks.
@@ -96,7 +96,7 @@ def record_layout(
         except NotAlikeError as different:
             why = str(different)
     if is_known:
-        make_plan(job, layout)  # the outline is that of another layout: this one may be refused
+        make_plan(job, layout)  # raises if the layout is refused; the cached outline may be that of another layout
     if most_whole is not None and shape.schedule.num_stages > most_whole:
         raise LayoutError(
             UNLIKE_STAGES,
@@ -124,19 +124,22 @@ class _Shape(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """The samples of a microbatch, the largest where they are not alike."""
+        """The number of samples of the largest microbatch."""
         local = -(-num_rows(self.batch) // self.copies)
         return -(-local // self.layout.num_microbatches)
 
     def planned(self, job: Job, layout: Layout) -> _JobLayout:
-        """Returns the plan of a job that is rehearsed: with few blocks, stages or microbatches."""
+        """Returns the plan and the batch for a rehearsal of ``job``, which may have few blocks, under ``layout``."""
         few = first_rows(self.batch, self.copies * layout.num_microbatches * self.samples)
         fitted = job_for(job.model, job.loss, layout, few[0], job.num_tokens, job.roles)
         fitted = fitted._replace(stages=job.stages or fitted.stages, seconds={})
         return _JobLayout(fitted, layout, JobPlan(*make_plan(fitted, layout)), few)
 
     def rehearsed(self, planned: _JobLayout) -> list[RankRecord]:
-        """Rehearses the first rank of each stage, from one plan; that of the first stage only if it was not yet."""
+        """Returns the rehearsal of the first rank of each stage; that of stage 0 may have been made (``first``).
+
+        Messages have the ranks of the whole layout, for which those of few stages stand.
+        """
         layout = planned.layout
         ranks = [layout.mesh.first_rank(mesh_axes("stages"), stage) for stage in range(planned.schedule.num_stages)]
         records = [self.rehearsed_at(planned, ranks[0]) if planned.first is None else planned.first]
@@ -152,13 +155,13 @@ class _Shape(NamedTuple):
         return records
 
     def rehearsed_at(self, planned: _JobLayout, rank: int) -> RankRecord:
-        """Rehearses one rank, and counts it."""
+        """Returns the rehearsal of one rank, and adds one to the number of rehearsals."""
         self.counts["rehearsals"] += 1
         return rehearse(planned.job, planned.plan, rank, planned.batch, self.device_type, self.optimizer)
 
 
 def _among_all(ranks: tuple[int, ...], few: Mesh, own: Mesh) -> tuple[int, ...]:
-    """Returns the ranks of the mesh ``own`` that ranks of ``few``, which has few stages, stand for."""
+    """Returns the ranks of the mesh ``own`` for which ``ranks`` of the mesh ``few``, which has few stages, stand."""
     own_ranks = []
     for rank in ranks:
         coord = few.coord(rank)
@@ -174,7 +177,7 @@ class _JobLayout(NamedTuple):
     plan: JobPlan
     batch: tuple[Any, Any]
     first: RankRecord | None = None
-    """The rehearsal of rank 0's step; None if only other ranks were rehearsed."""
+    """The rehearsal of rank 0's step; None if it was not made yet."""
 
     @property
     def schedule(self) -> Schedule:
@@ -188,14 +191,14 @@ def first_rows(batch: tuple[Any, Any], number: int) -> tuple[Any, Any]:
 
 
 def few_inputs(batch: tuple[Any, Any]) -> Any:
-    """Returns the inputs of the first samples of a batch, eight at most, on which a forward's use of blocks is seen."""
+    """Returns the inputs of the first samples of a batch, eight at most, to see on how a forward uses its blocks."""
     return first_rows(batch, min(num_rows(batch), MOST_SAMPLES))[0]
 
 
 def _first_of(number: int, tensor: Tensor) -> Tensor:
-    if len(tensor) >= number and not tensor.is_meta:  # no copy: a step is rehearsed on the meta device
+    if len(tensor) >= number and not tensor.is_meta:  # no copy: the rows are moved to the meta device next
         return tensor[:number]
-    return tensor[torch.arange(number) % len(tensor)]  # a view would count as the whole batch
+    return tensor[torch.arange(number) % len(tensor)]  # a new tensor: a view would count as the memory of the whole
 
 
 def _with_few(layout: Layout, num_stages: int, num_microbatches: int) -> Layout:
@@ -207,7 +210,7 @@ def _with_few(layout: Layout, num_stages: int, num_microbatches: int) -> Layout:
 
 
 def _from_all(shape: _Shape, why: str) -> LayoutRecords:
-    """Rehearses every stage as it is, with few microbatches where the schedule allows."""
+    """Returns records of every stage with all its blocks, from few microbatches where the schedule allows it."""
     candidates = _fewer_microbatches(shape, shape.schedule.num_stages, shape.job)
     planned = next((candidate for candidate in candidates if has_all_actions(candidate.schedule, shape.schedule)), None)
     planned = planned or shape.planned(shape.job, shape.layout)
@@ -219,7 +222,7 @@ def _from_all(shape: _Shape, why: str) -> LayoutRecords:
 
 
 def _fewer_microbatches(shape: _Shape, num_stages: int, job: Job) -> Iterator[_JobLayout]:
-    """Yields plans of layouts of so many stages with few microbatches, which the schedule takes."""
+    """Yields plans for ``num_stages`` stages with few microbatches; numbers that the schedule refuses are skipped."""
     all_of_them = shape.layout.num_microbatches
     few = num_stages + 2 if num_stages > 1 else FEW_MICROBATCHES
     for number in dict.fromkeys(min(count, all_of_them) for count in (few, 2 * num_stages, all_of_them)):
@@ -239,7 +242,7 @@ def _fewer_microbatches(shape: _Shape, num_stages: int, job: Job) -> Iterator[_J
 
 
 def _leaves_messages(planned: _JobLayout) -> bool:
-    """Returns whether a backward of rank 0 before the last begins sums of gradients that are under way after it."""
+    """Returns whether a backward of rank 0, other than its last, ends with sums of gradients under way."""
     rank = planned.first
     assert rank is not None, "rehearsed before"
     backwards = [action for action in planned.schedule.actions[0] if action.kind != "F"]
@@ -269,7 +272,7 @@ def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> L
     if any(crossing_of(planned.plan.plan) != outline.crossing for planned, _ in plans):
         raise NotAlikeError("stages of few blocks send another number of values than those of all")
     fewer, more = _both_records(shape, plans)
-    # blocks that begin the model are compared as they are, recomputed or not: of either, the first one differs
+    # blocks that begin the model are not compared: their first one differs in any case, recomputed or not
     begin = _begin_the_model(shape.job.model, model_plans.blocks)
     recomputes = plan.recomputed and not plan.unsharded_on_use and not begin
     if recomputes and is_like_others and _differ(fewer, more):
@@ -312,18 +315,18 @@ def _are_cut(found: Sequence[tuple[_JobLayout, Sequence[int]]], outline: StageBl
 
 
 def _begin_the_model(model: nn.Module, blocks: AlikeBlocks | None) -> bool:
-    """Returns whether the model's first parameter is in the first of its alike blocks, which takes its inputs then."""
+    """Returns whether the model's first parameter is in the first repeated block, which then takes the inputs."""
     first = next((name for name, _ in model.named_parameters()), "")
     return blocks is not None and first.startswith(f"{blocks.names[0]}.")
 
 
 def _both_records(shape: _Shape, found: Sequence[tuple[_JobLayout, Sequence[int]]]) -> list[list[StageRecord]]:
-    """Rehearses all stages with fewer and with more blocks."""
+    """Returns the records of all stages, first with fewer and then with more blocks."""
     return [[*_stage_records(shape.rehearsed(planned), planned.schedule, sizes)] for planned, sizes in found]
 
 
 def _differ(fewer: Sequence[StageRecord], more: Sequence[StageRecord]) -> bool:
-    """Returns whether a block holds something else where others come before or after it."""
+    """Returns whether a block allocates or frees other bytes where further blocks come before or after it."""
     pairs = ((few.actions[place], many.actions.get(place)) for few, many in zip(fewer, more, strict=True)
              for place in few.actions)  # fmt: skip
     return any(few.front(many)[1] > 0 for few, many in pairs if many is not None)
@@ -360,7 +363,7 @@ def _planned_few(
 
 
 def _check_places(rehearsals: StageRecords) -> None:
-    """Raises NotAlikeError where an action does not grow with the blocks."""
+    """Raises NotAlikeError if an action is missing, or has fewer moments, in the rehearsal with more blocks."""
     fewer, more = rehearsals.fewer, rehearsals.more
     assert more is not None, "rehearsed with fewer and with more blocks"
     for place, shape in fewer.actions.items():
@@ -369,7 +372,7 @@ def _check_places(rehearsals: StageRecords) -> None:
 
 
 def _check_kinds(schedule: Schedule, chunks: Chunks, few: int) -> None:
-    """Raises NotAlikeError unless chunks of one kind of stage differ by their number of blocks alone."""
+    """Raises NotAlikeError if stages that one stage stands for differ in more than their numbers of blocks."""
     kinds: dict[tuple[int, int], tuple[bool, tuple[str, ...]]] = {}
     for stage in range(schedule.num_stages):
         for slot, chunk in enumerate(schedule.chunks_of(stage)):

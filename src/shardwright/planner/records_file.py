@@ -1,9 +1,9 @@
 """``RecordsFile``: keeps what rehearsals and plans of a model found in a file, so that a later plan finds it again.
 
-A file holds what was found for one model, loss, shape of a sample and type of device, under one state of the code that
-was loaded before. All of these are in its name, as a digest: after a change another file is read. In the file is a list
-of all code that was loaded after the work, with what the model imports on its way: after a change of that the file
-counts as empty.
+A file belongs to one model, loss, shape of a sample and type of device, and to the code as it was when planning began.
+Its name is a digest of all of these, so that after a change another file is read. The file also lists all code that was
+loaded when it was written, with modules that the model's forward was the first to import. After a change of any of that
+code the file counts as empty.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from shardwright.planner.model_digest import described
 from shardwright.strategies import STRATEGIES
 
 MOST_FILES = 32
-"""The most files that a folder keeps: of more, those that were written first are removed."""
+"""The most files that a folder keeps; the oldest ones are removed."""
 
 _OURS = Path(__file__).parents[1]
 
 _BEGAN_NS = time.time_ns()
-"""When this module was loaded: of a file that was changed later, Python may have loaded the text from before."""
+"""When this module was loaded. If a code file was changed after that, Python may still run its former text."""
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
@@ -63,11 +63,11 @@ class RecordsFile:
     _found: dict[Hashable, Any] = field(default_factory=dict)
     _is_new: bool = False
     _code: frozenset[_FileState] = frozenset()
-    """The states of the files of all code that was loaded before anything was found."""
+    """The states of the files of all code that was loaded when this cache was made, before anything was found."""
 
     @classmethod
     def of(cls, folder: Path | str | None, model: nn.Module, *given: Any) -> RecordsFile:
-        """Returns the file in ``folder`` of a model and all else that what is found depends on.
+        """Returns the cache in ``folder`` for ``model`` and the other values that results depend on (``given``).
 
         Nothing is kept without a folder, or if ``model`` or the values in ``given`` cannot be told from others: if they
         hold functions without a name or large buffers with values, or their code is in no file or was changed since
@@ -84,9 +84,11 @@ class RecordsFile:
         return cls(path, _read(path), False, frozenset(_states_of_loaded()))
 
     def find(self, key: Hashable, compute: Callable[[], _T]) -> _T:
-        """Returns what was found under ``key`` before, or else the result of ``compute``, to be kept.
+        """Returns what was found under ``key`` before, or else the result of ``compute``, which is then kept.
 
-        ``key`` has plain values alone. Raises: LayoutError, PlanError: ``compute`` does, or did before.
+        ``key`` has plain values alone.
+
+        Raises: LayoutError, PlanError: ``compute`` raises it, or has raised it before.
         """
         if self.path is None:
             return compute()
@@ -104,13 +106,14 @@ class RecordsFile:
         return result
 
     def forget(self) -> None:
-        """Keeps nothing, now and from now on: what is found depends on more than is in the file's name."""
+        """Empties the cache and keeps nothing from now on, since results depend on more than is in the file's name."""
         self.path, self._found = None, {}
 
     def save(self) -> None:
-        """Writes the file if anything was found that it has not; a folder that cannot be written to is left alone.
+        """Writes the file if it lacks anything that was found.
 
-        Nothing is written if code that was loaded before has changed in the meantime.
+        Nothing is written, and nothing raised, if the folder cannot be written to or if code that was loaded before has
+        changed in the meantime.
         """
         if self.path is None or not self._is_new:
             return
@@ -135,8 +138,8 @@ class RecordsFile:
 
 
 def _read(path: Path) -> dict[Hashable, Any]:
-    """Returns what a file has, or nothing if it is damaged or code that what it has was found with has changed."""
-    with suppress(Exception):  # as many kinds as there are ways to damage a text, which all mean the same
+    """Returns the values by key in a file; {} if it is missing or damaged, or if code that it lists has changed."""
+    with suppress(Exception):  # a damaged file may raise anything, and always counts as empty
         content = path.read_bytes()
         size = len(_checksum(b""))
         if content[:size] == _checksum(content[size:]):
@@ -153,11 +156,13 @@ def _checksum(content: bytes) -> bytes:
 
 
 def _code_of(roots: list[nn.Module]) -> bytes:
-    """Returns the versions of the code that a plan runs: of this library, of torch, and of the model and its loss.
+    """Returns, as bytes, the state of the code that a plan runs: of this library, torch, the model and its loss.
 
-    Theirs are all files that Python has loaded of the packages of their classes, and all that are in no package
-    directory at all, such as the user's own. What other modules were, and those that are imported later, is in the file
-    itself. The folders in which modules are looked for say which files those later ones would be.
+    The code of the model and its loss is every loaded file of the packages of their classes, and every loaded file
+    that is in no package directory, such as the user's own, with the settings that it reads. Other modules, and those
+    that are imported later, are listed in the file itself; ``sys.path`` is included, since it decides which those are.
+
+    Raises: ValueError: code is in no file, or was changed since this process began to plan.
     """
     packages, kinds = set[str](), set[type]()
     for kind in {base for root in roots for module in root.modules() for base in type(module).__mro__[:-1]}:
@@ -182,7 +187,7 @@ _DEEPEST = 3
 
 
 def _settings_of(kinds: set[type]) -> list[str]:
-    """Returns the plain values that the classes of modules have, and those of global variables that their code reads.
+    """Returns the plain values of class attributes, and of global variables that the classes' code reads, as text.
 
     A function that builds a model may set such a value, which no file shows. Code reads it by its own name, as an
     attribute of an object, a class or an imported module (``config.depth``), or in a function that it calls. What is
@@ -229,7 +234,7 @@ def _is_plain(value: Any) -> bool:
 def _loaded() -> set[tuple[str, str]]:
     """Returns the files of all modules that Python has loaded, with the first part of a module's name.
 
-    Left out are this library, torch and Python's own, of which a file's name has all files or the version.
+    This library, torch and Python's own modules are left out: the name of a cache's file has their files or version.
     """
     others, own = _installed(), _pythons_own()
     return {

@@ -100,8 +100,9 @@ def rehearse(
 def _begins_anew(plan: Plan, device_type: str) -> bool:
     """Returns whether a rank's first step does other things than its second, beside making optimizer state.
 
-    Weights that are gathered before use, by ZeRO-3 or for products, are gathered ahead in the order of the step before.
-    In the first step ranks on a CPU allocate blocks of shared memory, and stages of a recorded forward compare records.
+    Weights that are gathered before use, by ZeRO-3 or for tensor-parallel products, are prefetched in the order of the
+    step before, which the first step lacks. In the first step ranks on a CPU allocate blocks of shared memory, and
+    stages of a recorded forward compare records.
     """
     fetches = any(axes for _, note in notes_of(plan) for _, axes in note.fetched())
     is_recorded = isinstance(plan.stages, EventStages)
@@ -112,10 +113,12 @@ def _rehearsed(
     job: Job, planned: JobPlan, rank: int, batch: tuple[Any, Any], device_type: str, optimizer: Any, *,
     first_step: bool,
 ) -> RankRecord | None:  # fmt: skip
-    """Returns a rank's record, or None if it is not that of a second step.
+    """Returns the record of a rank's second step, or None if the step that was recorded does not stand for it.
 
-    Without a ``first_step`` it is not if a parameter has state there and no gradient, or if code of the model keeps
-    what its first forward has made, such as a table of positions.
+    With ``first_step`` a whole step is taken before, and the result is never None. Without it the recorded step is the
+    first one, for which all trained parameters were given optimizer state. It does not stand for a second step if a
+    trained parameter gets no gradient, and so would have no state, or if the model's code keeps what its first forward
+    makes, such as a table of positions.
     """
     layout, options = planned.plan.layout, {"optimizer": optimizer, "device": device_type, "first_step": first_step}
     with rehearsed(job, layout, rank, batch, planned=planned, **options) as (run, microbatch, steps):
@@ -142,7 +145,7 @@ def _rehearsed(
 
 
 def _kept_by_code(model: nn.Module) -> dict[tuple[str, str], tuple[int, int]]:
-    """Returns the attributes and buffers of all modules, as the id of each and, of a container, its length."""
+    """Returns the id of each attribute and buffer of all modules, and the length of containers, to see changes by."""
     return {
         (path, name): (id(value), len(value) if isinstance(value, dict | list | set) else 0)
         for path, module in model.named_modules()
@@ -151,7 +154,10 @@ def _kept_by_code(model: nn.Module) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def _move_update(by_action: dict[str, ActionRecord]) -> None:
-    """Moves what the optimizer's step did, which no event begins, from the records after the sync into its own."""
+    """Moves the records since the gradient sync, the optimizer's step among them, to "optimizer".
+
+    No event marks where the optimizer's step begins.
+    """
     after = by_action.pop("sync", ActionRecord())
     update = by_action.setdefault("optimizer", ActionRecord())
     update.records = [*after.records, *update.records]
@@ -178,7 +184,7 @@ class _Follower:
 
     def awaited(self, call: CollectiveCall) -> None:
         _, action, number = self._under_way.pop(id(call))
-        # a message of an earlier action has had the time since: what is left of it is taken to be nothing
+        # a message that an earlier action began is taken to be complete by now, so that no time is spent waiting
         if action is self._now:
             action.records.append(WaitRecord(number))
 
@@ -188,7 +194,7 @@ class _Follower:
             with torch._C._DisableTorchDispatch():  # the mode below would do the same
                 return function(*args, **named)
         seen: list[Hashable] = []
-        # of equal calls the meta kernel runs once, since it is slow; a mode below that keeps values does so by itself
+        # a meta kernel is slow, so it runs once for equal calls; where values are kept, the mode below sees to that
         out = function(*args, **named) if self._has_values else run_on_meta(function, args, named, seen)
         if seen and seen[0] in self._records:
             record = self._records[seen[0]]
@@ -213,7 +219,7 @@ def operator_record(function: Any, args: Any, named: Mapping[str, Any], out: Any
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in operands)
     num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in results if id(tensor) not in written)
     if function._schema.is_mutable and not function._schema.name.endswith("_out"):
-        changed = results or written_arguments(function, args, named, Tensor)  # those with lists return nothing
+        changed = results or written_arguments(function, args, named, Tensor)  # foreach operators return nothing
         num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in changed)
     attention, name, precision = _ATTENTION.get(packet), packet._qualified_op_name, _precision(operands)
     if attention is not None:
@@ -228,15 +234,15 @@ def operator_record(function: Any, args: Any, named: Mapping[str, Any], out: Any
 
 
 def _not_in_place(packet: Any) -> Any:
-    """Returns the operator of which one that writes into its first operand, such as ``addmm_``, is the variant."""
+    """Returns the operator that computes the same as an in-place one, such as ``addmm`` for ``addmm_``, or None."""
     name = packet._qualified_op_name.partition("::")[2]
     return getattr(_aten, name.removesuffix("_"), None)
 
 
 def _dims(operands: Sequence[Tensor], results: Sequence[Tensor], flops: int, groups: int) -> tuple[int, int, int, int]:
-    """The dims (batch, m, n, k) of a product; of a convolution, those of the product that it is.
+    """Returns the dims (batch, m, n, k) of a matrix product; for a convolution, those of the product that it equals.
 
-    ``groups`` are those of a grouped product, each of which is taken to have as many rows as the others.
+    ``groups`` is the number of groups of a grouped product, which are taken to have equally many rows.
     """
     shape = results[0].shape
     if groups > 1 and len(shape) == len(operands[0].shape) == 2:  # of rows times the weights of their group

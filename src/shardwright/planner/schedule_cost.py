@@ -24,7 +24,7 @@ from shardwright.strategies.pipeline.simulate import ChunkTimes, ends_of
 
 TOY_STAGES, TOY_MICROBATCHES, TOY_TRANSFER_S = (2, 4), (8, 16), 0.03
 """The stages, numbers of microbatches and seconds of a transfer of the toy model whose schedules are simulated. On each
-of its stages, a microbatch's forward and backward take a second."""
+of its stages, a microbatch's forward and backward together take a second."""
 
 EVEN = PassShares()
 
@@ -33,15 +33,15 @@ class ScheduleCost(NamedTuple):
     """What a pipeline schedule costs with p stages and m microbatches, as the coefficients of formulas in p and m.
 
     A stage is idle for ``idle * (p - 1)`` times a microbatch's forward and backward on one stage. A step waits for
-    ``waits_by_stage * (p - 1) + waits_by_microbatch * m`` transfers between stages. The others are coefficients of
-    1, p and m.
+    ``waits_by_stage * (p - 1) + waits_by_microbatch * m`` transfers between stages. ``of_held``, ``of_late`` and
+    ``of_last`` are coefficients of 1, p and m.
     """
 
     idle: float = 1.0
     of_held: tuple[float, float, float] = (0.0, 1.0, 0.0)
     """The microbatches of which the fullest stage holds activations."""
     of_late: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """The microbatches on a stage whose gradients of inputs are computed and not those of weights."""
+    """The most microbatches on a stage of which the I actions have run and the W actions have not."""
     of_last: tuple[float, float, float] = (1.0, 0.0, 0.0)
     """The microbatches of which the stage of the last chunk holds activations."""
     waits_by_stage: float = 2.0
@@ -52,9 +52,9 @@ class ScheduleCost(NamedTuple):
     returns: bool = False
     """Whether the last chunk is on the stage of the first."""
     scatters: bool = False
-    """Whether ranks that hold alike what crosses between stages each send a part of it."""
+    """Whether ranks with equal activations each send a part of them to the next stage (the option ``scatter``)."""
     splits: float = 0.0
-    """The share of backwards of which the gradients of inputs and of weights are computed in actions of their own."""
+    """The share of backwards that are split into I (gradients of inputs) and W (gradients of weights)."""
 
     def held(self, num_stages: int, num_microbatches: int) -> float:
         """Returns the number of microbatches whose activations the fullest stage holds at once: 1 on a single stage."""
@@ -67,8 +67,8 @@ class ScheduleCost(NamedTuple):
     def late(self, num_stages: int, num_microbatches: int) -> float:
         """Returns the most microbatches on a stage of which only the gradients of weights are still to be computed.
 
-        What they need, the inputs of layers and the gradients of outputs, takes as much as the activations before. A
-        stage has computed them by then even if it recomputes its blocks.
+        These microbatches hold the inputs of layers and the gradients of their outputs, which are taken to need as many
+        bytes as all activations. That is so under recomputation too, since the blocks were recomputed by then.
         """
         late = _at(self.of_late, num_stages, num_microbatches)
         return min(late, self.held(num_stages, num_microbatches)) if num_stages > 1 else 0.0
@@ -86,7 +86,7 @@ def _of_stage(coefficients: tuple[float, float, float], num_stages: int, num_mic
 
 @cache
 def _toys(axis: str, options: tuple[Option, ...], stages: int) -> tuple[tuple[Schedule, bool], ...]:
-    """Returns the schedules of the toy model with few and with more microbatches, and whether parts are sent.
+    """Returns the schedules of the toy model with few and with more microbatches, each with whether it scatters.
 
     Raises: LayoutError, PlanError: the toy model cannot have the schedule.
     """
@@ -104,7 +104,8 @@ def _toys(axis: str, options: tuple[Option, ...], stages: int) -> tuple[tuple[Sc
 def schedule_cost(axis: str, options: tuple[Option, ...], shares: PassShares = EVEN) -> ScheduleCost | None:
     """Returns the cost of the pipeline schedule that ``options`` choose on ``axis``, simulated for toy models.
 
-    ``shares`` are those of each chunk's passes. It is None if the toy models cannot have the schedule.
+    ``shares`` divide the time of each chunk among its passes. The result is None if the toy models cannot have the
+    schedule.
 
     >>> found = schedule_cost("pp", (Option("1f1b"),)), schedule_cost("pp", (Option("gpipe"),))
     >>> [(each.idle, each.held(4, 32)) for each in found if each is not None]
@@ -141,9 +142,10 @@ def schedule_cost(axis: str, options: tuple[Option, ...], shares: PassShares = E
 
 
 def _most_held(schedule: Schedule) -> tuple[float, ...]:
-    """Returns the most microbatches of which a stage holds anything, and of which only W is left to compute.
+    """Returns three peaks, in microbatches, of the actions of a schedule.
 
-    The third is the most of which the stage of the last chunk holds anything. A chunk's is a part of a microbatch.
+    They are the most microbatches held on a stage, the most on a stage of which only W is left to run, and the most
+    held on the stage of the last chunk. A microbatch on one of n chunks of a stage counts as 1 / n.
     """
     held, late = {"F": 1, "B": -1, "W": -1}, {"I": 1, "W": -1}
 

@@ -4,9 +4,9 @@ No axis and no option is named here: axes, sizes and options come from what stra
 strategy are searched without a change here. Closed formulas estimate every division of the ranks over axes, with the
 options of model copies and of pipeline stages. Layouts are then priced, the best estimate first: their step is recorded
 on the meta device, and its schedule simulated. Layouts that differ from the best one by one option are estimated and
-priced too. The search ends when no layout left can be faster than the best, even if its estimate is as much too long as
-estimates have been found to be, or when :attr:`SearchConstraints.most` are priced. If none fits the memory, a few that
-are estimated to take less are priced too.
+priced too. The search ends when no layout left can be among the fastest, even if its estimate is as much too long as
+estimates of another model were (``TOO_LONG``), or when :attr:`SearchConstraints.most` are priced. If none fits the
+memory, a few that are estimated to take less are priced too.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def search(
 ) -> SearchResult:
     """Returns the best layouts found for a global batch of ``batch`` samples, on the cluster of ``pricing``.
 
-    It may be that none of them fits the memory, or that there are none. ``record`` returns the operators, messages and
-    memory of a layout's step; a layout for which it raises LayoutError or PlanError is left out. ``short`` gives those
-    of a model with few blocks, for the estimates; without it they are of the whole model.
+    The result may have no layout that fits the memory, or none at all. ``record`` returns the operators, messages and
+    memory of a layout's step; a layout for which it raises LayoutError or PlanError is left out. ``short`` does the
+    same for estimates, from a model with few blocks; without it estimates use ``record`` too.
     """
     result = SearchResult(most=wanted.most)
 
@@ -93,23 +93,24 @@ class _Search:
         self.estimates = {str(estimate.layout): estimate for estimate in first_estimates(estimator, wanted, found)}
         LOG.info("estimated %s layouts; the best are rehearsed and priced", f"{len(self.estimates):,}")
         self.tried: set[str] = set()
-        self.unlike: set[object] = set()  # ways to cut the model into stages that are not alike
+        self.unlike: set[object] = set()  # the stages_of layouts that were refused since their stages are not alike
         self.done: set[tuple[object, ...]] = set()
 
     def price_best(self) -> None:
-        """Prices the best estimates, until no other may be better than the best prices or the most are priced."""
+        """Prices the best estimates, until no other can be among the best or ``wanted.most`` layouts are priced."""
         while self.found.priced < self.wanted.most and not self._is_done():
             likely = [estimate for estimate in self.left() if self._least_s(estimate) < self._enough_s()]
             if not likely and not self.found.fit and self.found.priced < FEWEST:
-                likely = self.left()  # none fits, as estimated: those that are near to it
+                likely = self.left()  # by their estimates none fits, so those that nearly do are priced
             if not likely:
                 return
             self._price(min(likely, key=self._order).layout)
 
     def left(self) -> list[Estimate]:
-        """Returns the estimates of layouts that were not tried, and do not do the same as one that was.
+        """Returns the estimates of the layouts that are left to be tried.
 
-        Nor are those among them whose stages are those of a layout that was refused because they are not alike.
+        Left out are also layouts that do the same as one that was tried (:func:`_effect`), and layouts with the same
+        stages as one that was refused because its stages are not alike.
         """
         return [
             estimate
@@ -119,28 +120,28 @@ class _Search:
             and not (self.unlike and self.estimator.stages_of(estimate.layout) in self.unlike)
         ]
 
-    def _least_s(self, each: Estimate) -> float:
+    def _least_s(self, estimate: Estimate) -> float:
         """Returns the fewest seconds that the price of an estimate may have; infinite if it cannot fit the memory."""
-        return each.step_s / TOO_LONG if each.memory_bytes / TOO_MUCH <= self.wanted.limit_bytes else inf
+        return estimate.step_s / TOO_LONG if estimate.memory_bytes / TOO_MUCH <= self.wanted.limit_bytes else inf
 
     def _enough_s(self) -> float:
-        """Returns the seconds of the last of the prices that are to be the best of all; infinite if fewer fit."""
+        """Returns the seconds of the :data:`FEWEST`-th fastest price that fits; infinite if fewer fit."""
         return sorted(price.step_s for price in self.found.fit)[FEWEST - 1] if len(self.found.fit) >= FEWEST else inf
 
-    def _order(self, each: Estimate) -> tuple[float, int]:
-        # of estimates alike in three digits the one of the fewest microbatches comes first
-        return float(f"{each.over(self.wanted.limit_bytes):.3g}"), each.layout.num_microbatches
+    def _order(self, estimate: Estimate) -> tuple[float, int]:
+        # of estimates that agree in three digits, the one with the fewest microbatches comes first
+        return float(f"{estimate.over(self.wanted.limit_bytes):.3g}"), estimate.layout.num_microbatches
 
     def _add_beside(self, layout: Layout) -> None:
-        """Adds the estimates of what differs from a priced layout by one option to those to choose from.
+        """Adds the layouts that differ from a priced one by one option to the estimates to choose from.
 
-        Recomputation of a layout that fits is not added: it takes longer. Nor is a second option of operators, of which
-        each way to cut them has to be rehearsed.
+        Recomputation is not added to a layout that fits, since it takes longer. If the layout has options of operators,
+        these are not changed, since each further way to cut operators has to be rehearsed.
         """
         fits, kinds = any(price.layout == layout for price in self.found.fit), layout_axes()
 
-        def of_operators(each: Layout) -> list[Factor]:
-            return [f for f in each.factors if f.options and kinds[f.axis].kind == "operators"]
+        def of_operators(candidate: Layout) -> list[Factor]:
+            return [f for f in candidate.factors if f.options and kinds[f.axis].kind == "operators"]
 
         for variant in options_beside(layout):
             is_slower = fits and variant.recompute is not None and layout.recompute is None
@@ -151,11 +152,11 @@ class _Search:
                     self.estimates[str(variant)] = estimate
 
     def price_until_one_fits(self) -> None:
-        """Prices layouts that are estimated to take less memory, until one fits, as many as the constraints allow.
+        """Prices layouts that are estimated to take less memory, until one fits or ``wanted.most_to_fit`` are priced.
 
-        The fastest one comes first that would fit if its estimate were too low by as much as that of layouts like it
-        (:func:`_kind`) before; if there is none, the one that takes the least memory, as long as the lowest error of an
-        estimate so far lets it fit.
+        Each time it is the fastest of those that would fit even if their memory were estimated too low by as much as it
+        was for any layout of the same kind (:func:`_kind`). If there is none, it is the one estimated to take the least
+        memory, if it fits by the lowest ratio of priced to estimated memory so far; if not, the search ends.
         """
         limit = self.wanted.limit_bytes
         for _ in range(self.wanted.most_to_fit):
@@ -177,7 +178,7 @@ class _Search:
             self._price(min(likely, key=lambda estimate: (estimate.step_s, estimate.memory_bytes)).layout)
 
     def _off(self) -> dict[object, list[float]]:
-        """Returns how many times as much memory layouts that do not fit take as was estimated, by :func:`_kind`."""
+        """Returns, by :func:`_kind`, the ratios of priced to estimated memory of the layouts that do not fit."""
         ratios: dict[object, list[float]] = {}
         for price in self.found.misfits:
             estimate = self.estimator.estimate(price.layout)
@@ -191,7 +192,7 @@ class _Search:
         return num_shares(layout) <= self.estimator.batch
 
     def result(self) -> SearchResult:
-        """Returns what was found, sorted, with all that was left out."""
+        """Returns the result of the search, sorted, with the reasons of all layouts that were left out."""
         result = self.found
         result.fit.sort(key=lambda price: price.step_s)
         best, limit = _best(result) if result.priced else None, self.wanted.limit_bytes
@@ -227,7 +228,7 @@ class _Search:
         return result
 
     def _is_done(self) -> bool:
-        # refused ones take time too; but as long as none could be priced, there is nothing to say
+        # refused layouts take time too, so they count; but until one is priced, MOST_REFUSED are tried at least
         return len(self.tried) >= max(3 * self.wanted.most, 0 if self.found.priced else MOST_REFUSED)
 
     def _price(self, layout: Layout) -> None:
@@ -250,7 +251,7 @@ class _Search:
 
 
 def _kind(layout: Layout) -> tuple[object, ...]:
-    """Returns what layouts share whose estimates of memory are off alike: the schedule of stages, if there are any."""
+    """Returns a key for layouts whose estimates of memory are wrong in a similar way: the options of their stages."""
     return tuple(f.options for f in layout.factors if layout_axes()[f.axis].kind == "stages")
 
 
@@ -258,16 +259,19 @@ def _division(layout: Layout) -> tuple[tuple[str, int], ...]:
     return tuple((factor.axis, factor.size) for factor in layout.factors)
 
 
-def _effect(each: Estimate) -> tuple[object, ...]:
+def _effect(estimate: Estimate) -> tuple[object, ...]:
     """Returns a key that is equal for layouts whose options make no difference: their estimates agree in every digit.
 
     An example is an option of messages where nothing is sent. Of such layouts one is priced.
     """
-    return _division(each.layout), each.layout.num_microbatches, each.layout.recompute, each.step_s, each.memory_bytes
+    return (
+        _division(estimate.layout), estimate.layout.num_microbatches, estimate.layout.recompute, estimate.step_s,
+        estimate.memory_bytes,
+    )  # fmt: skip
 
 
 def misfit_s(price: Price, limit: float) -> float:
-    """Returns how far a layout is from one that fits and is fast: its seconds, made longer as its memory exceeds it."""
+    """Returns a layout's seconds, made longer the more its memory exceeds ``limit`` bytes (:func:`longer_over`)."""
     return longer_over(price.step_s, price.memory_bytes, limit)
 
 

@@ -45,7 +45,7 @@ class SearchConstraints:
     def is_left_out(self, layout: Layout) -> bool:
         """Returns whether a layout has one of the words that it must not have."""
         items = str(layout).split()
-        words = {word for item in items for word in (item, *item.split("/"), *item.split("/")[1:])}
+        words = {word for item in items for word in (item, *item.split("/"))}
         words |= {word.partition(":")[0] for word in words} | {word.rstrip("0123456789x") for word in items}
         return bool(words & set(self.without)) or any(factor.axis in self.without for factor in layout.factors)
 
@@ -88,7 +88,7 @@ def _as_written(part: str) -> str:
     """
     try:
         factors = Layout.parse(part).factors if "/" in part else ()
-    except LayoutError:  # without a size, or wrong: no line has it
+    except LayoutError:  # it has no size, as "dp/zero1", or is wrong
         return part
     return str(factors[0]) if factors else part
 

@@ -24,9 +24,9 @@ class SearchResult:
     rejected: Counter[str] = field(default_factory=Counter)
     nearest: dict[str, str] = field(default_factory=dict)
     details: dict[str, str] = field(default_factory=dict)
-    """By reason, what the constraint is for the layout in ``nearest``, as "91 GB of 74"; not for all reasons."""
+    """By reason, the numbers of the layout in ``nearest``, such as "91 of 74 GB"; some reasons have none."""
     remedies: dict[str, str] = field(default_factory=dict)
-    """By reason, the ``fix`` of the LayoutError or PlanError that left layouts out; other reasons are no errors."""
+    """The ``fix`` of the LayoutError or PlanError, for each reason that is the text of such an error."""
     most: int = 0
     """The most layouts that the search was to price."""
     unpriced: int = 0
@@ -42,7 +42,7 @@ class SearchResult:
     def reject(self, reason: str, layout: Layout | str, detail: str = "") -> None:
         """Counts a layout as left out for ``reason``, and keeps the first layout for each reason as an example.
 
-        ``detail`` says what the constraint is for this layout. Layouts that are nearest to being allowed come first.
+        ``detail`` has the numbers of this layout. Callers reject the layouts that are nearest to being allowed first.
         """
         self.rejected[reason] += 1
         if self.nearest.setdefault(reason, str(layout)) == str(layout) and detail:

@@ -35,17 +35,17 @@ from shardwright.planner.records import (
 from shardwright.planner.records_file import RecordsFile
 
 MOST_OF_MODEL = 0.8
-"""The least share of a model's parameters in repeated blocks at which only these are taken to make pipeline stages."""
+"""If repeated blocks have this share of a model's parameters or more, each pipeline stage is taken to need a block."""
 
 NUM_BLOCKS = FEWER_AND_MORE[-1] + 1
-"""The number of blocks that a short model has: the least of which a rehearsal can be made with fewer."""
+"""The number of blocks of a short model: the fewest from which rehearsals with one block and with two are made."""
 
 
 TRIED_SAMPLES = (1, 2, 3, 4, 6, 8)
-"""The numbers of samples that are tried of a model's code, which may not take one alone."""
+"""The numbers of samples with which a forward is tried, since a model's code may not accept a single one."""
 
 _UPDATES = frozenset(("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_"))
-"""The operators that write into a tensor what they compute of its values before."""
+"""The operators that update a tensor in place from its former values."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class ShortModel:
     roles: Mapping[str, str]
     model_plans: ModelPlans
     kept: RecordsFile = field(default_factory=RecordsFile)
-    """What was found of the model before, and what is to be kept."""
+    """The cache of what earlier searches found out about the model, to which this one adds."""
     _records: dict[tuple[Layout, int], LayoutRecords] = field(default_factory=dict)
     """The results of :meth:`record`, kept because searches on several clusters rehearse the same layouts."""
 
@@ -105,7 +105,11 @@ class ShortModel:
         sizes: list[int] = []
         model = without_storage(self._short)
         block = model.get_submodule(self.blocks.names[1])
-        block.register_forward_pre_hook(lambda _, args: sizes.append(sum(tensor.nbytes for tensor in tensors_of(args))))
+
+        def count(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            sizes.append(sum(tensor.nbytes for tensor in tensors_of(args) or tensors_of(named)))
+
+        block.register_forward_pre_hook(count, with_kwargs=True)
         self._runs(model, self.fewest)
         return sizes[0] // self.fewest if sizes else 0
 
@@ -147,13 +151,13 @@ class ShortModel:
         if any(factor.options for factor in layout.factors) and self.plan(layout).unsharded_on_use:
             few = WHERE_UNSHARDED
         short = self._of_blocks(few[-1] + 1)
-        # of the whole model it is known whether its blocks are used alike
+        # whether blocks are used in the same way is known of the whole model, so the short one gets no inputs to check
         plans = self.model_plans if short is self.model else ModelPlans(short, known=self.model_plans.known)
         job = self._job(short, layout, rows)
         records = record_layout(job, layout, rows, self.device_type, model_plans=plans)
         if self.blocks is None or short is self.model:
             return records
-        if records.note:  # what few blocks do says nothing of all
+        if records.note:  # rehearsed whole, so that it cannot be extrapolated to more blocks
             job = self._job(self.model, layout, rows)
             return record_layout(job, layout, rows, self.device_type, model_plans=self.model_plans)
         return replace(records, num_blocks=((self.blocks.number,),))
@@ -175,7 +179,7 @@ class ShortModel:
             with suppress(LayoutError, PlanError):
                 self.plan(Layout((), 2, own_statistics=True))
                 return refused.what
-        except PlanError:  # of the model itself: it says so where it is recorded
+        except PlanError:  # an error of the model itself, which is raised again where a layout is recorded
             pass
         return ""
 
@@ -206,9 +210,10 @@ class ShortModel:
         return sum(message.num_bytes * message.times for message in sums)
 
     def ends(self, axis: str) -> tuple[float, float]:
-        """Returns the shares of the parameters that are in no repeated block that two stages on ``axis`` hold.
+        """Returns, for two stages on ``axis``, the shares that each holds of the parameters outside repeated blocks.
 
-        A parameter that both stages use, such as a tied table, is held by both.
+        A parameter that both stages use, such as a tied table, is held by both. If the model cannot be cut into two
+        stages, both shares are 1.
         """
         blocks = () if self.blocks is None else self.blocks.names
         layout = Layout((Factor(axis, (2,)),), 2, own_statistics=bool(self.refuses_microbatches))

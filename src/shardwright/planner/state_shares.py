@@ -16,7 +16,7 @@ STATE_KINDS = "parameters", "gradients", "optimizer"
 class StateShares(NamedTuple):
     """The training state that one rank stores, updates, gathers and offloads under options such as a ZeRO stage.
 
-    The values are shares of the state without options, for which the defaults stand. In the result of
+    The values are shares of the state without options, for which they have their defaults. In the result of
     :func:`state_of` they are bytes, and a number of elements for ``updated``. ``parameters``, ``gradients`` and
     ``optimizer`` are stored on the device.
     """
@@ -31,7 +31,7 @@ class StateShares(NamedTuple):
     moved: float = 0.0
     """The optimizer state that is offloaded to the host or to disk."""
     computed: float = 1.0
-    """The gradients as the backward computes them, whole and in the dtype of the step."""
+    """The gradients as the backward computes them: whole, and in the dtype in which the layer computes."""
     repeated: float = 0.0
     """The bytes of gradient sums that each microbatch after the first adds, as a share of those of the first."""
 

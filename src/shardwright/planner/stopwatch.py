@@ -66,14 +66,18 @@ class Stopwatch:
     def timed(self, call: Callable[[], Any], *, parts: int = 1, takes_part: bool = True) -> Timing | None:
         """Returns the seconds that ``call`` takes, the mean over ranks; all ranks must make the same calls.
 
-        The seconds are divided by ``parts``, and are those of the ranks that say ``takes_part``: not of one for which
-        the call does nothing. None: the time limit has passed, or a call alone takes too long.
+        The seconds are divided by ``parts``, the number of like parts of the call. A rank on which the call does
+        nothing passes ``takes_part=False`` and is not in the mean. The result is None if the time limit has passed, or
+        if a single call takes too long.
         """
         timings = self.timed_in_turn([call], takes_part=takes_part)
         return timings[0]._replace(seconds=timings[0].seconds / parts) if timings else None
 
     def timed_in_turn(self, calls: Sequence[Callable[[], Any]], *, takes_part: bool = True) -> tuple[Timing, ...]:
-        """Returns the seconds of several calls that are made one after the other in each run; () as :meth:`timed`."""
+        """Returns the seconds of each of several calls, which are made one after the other in each run.
+
+        It returns () where :meth:`timed` returns None.
+        """
         if self._agreed(perf_counter() - self._began) > self.limit_s:
             return ()
         for call in calls:
@@ -103,6 +107,6 @@ class Stopwatch:
         return devices.seconds_between(start, devices.moment(device))
 
     def _agreed(self, seconds: float) -> float:
-        """Returns the most seconds of all ranks, so that all decide alike."""
+        """Returns the largest ``seconds`` of all ranks, so that all ranks decide alike."""
         mine = torch.tensor([seconds], dtype=torch.float64, device=self.everyone.device)
         return float(self.everyone.all_reduce(mine, "max").item())

@@ -23,7 +23,7 @@ from shardwright.planner.search_result import SearchResult
 
 _STATE = ("parameters", "optimizer")
 MOST_TIMES, SHORTEST = 4, 128
-"""The most times as many devices that are tried, and the fewest tokens of a sequence."""
+"""The largest multiple of the cluster's devices that is tried, and the fewest tokens of a sequence that are tried."""
 
 
 def ways_out(
@@ -55,7 +55,7 @@ def ways_out(
     tokens = _num_tokens(batch)
     stages = range(nearest.records.schedule.num_stages)
     state = max(sum(held_at_rest(nearest.records, stage)[kind] for kind in _STATE) for stage in stages)
-    while tokens // 2 >= SHORTEST and state <= limit:  # no sequence is so short that more state fits
+    while tokens // 2 >= SHORTEST and state <= limit:  # if state alone exceeds the limit, no sequence is short enough
         tokens //= 2
         with suppress(LayoutError, PlanError):
             shorter = priced(nearest.layout, _first_tokens(batch, tokens))
