@@ -329,7 +329,7 @@ def test_a_figure_of_a_cluster_that_cannot_be_is_refused_with_what_to_write(line
 def test_a_search_leaves_out_what_no_host_holds(tmp_path):
     file = tmp_path / "hosts.toml"
     file.write_text('profile = "a100-80gb"\nnodes = "1x2"\nhost_memory_GB = 1e-6')
-    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(32)))
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
     batch = torch.ones(8, 16), torch.zeros(8, dtype=torch.long)
     found = plan_layouts(model, str(file), batch, fix="dp2/zero2/offload", most_priced=1)
     assert not any(found.fits(each) for each in found.layouts)

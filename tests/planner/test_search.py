@@ -283,8 +283,9 @@ def test_parts_between_stages_are_chosen_where_the_stages_are_on_several_nodes()
     tokens = torch.zeros(16, 1024, dtype=torch.long)
     best = {}
     for cluster in ("a100-80gb:2x2", "a100-80gb:1x4"):
-        words = ["sp", "seq", "regather", "zb-v"]
-        found = plan_layouts(gpt, cluster, (tokens, tokens), fix="pp2/1f1b tp2", without=words, most_priced=2)
+        words = ["sp", "seq", "regather", "zb-v", "dp"]
+        given = {"fix": "pp2/1f1b mb8 tp2 bf16", "without": words, "most_priced": 2}
+        found = plan_layouts(gpt, cluster, (tokens, tokens), **given)
         best[cluster] = str(found.best.layout)
     assert "pp2/1f1b/scatter" in best["a100-80gb:2x2"]
     assert "scatter" not in best["a100-80gb:1x4"]
@@ -417,7 +418,7 @@ def test_a_search_finds_a_layout_that_fits_down_to_the_least_memory_that_any_tak
     wide = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     cluster = Cluster.parse("a100-80gb:1x2")
     batch = torch.empty(16, 1024, 256, device="meta"), torch.empty(16, 1024, dtype=torch.long, device="meta")
-    given = {"fix": "dp2", "without": ["offload"], "most_priced": 1}
+    given = {"fix": "dp2", "without": ["tp", "pp", "offload"], "most_priced": 1}
     first = plan_layouts(wide, cluster, batch, **given).best
     least = plan_layouts(wide, cluster, batch, layout="mb8 dp2/zero3 bf16 recompute:full").best
     assert least.memory_bytes < first.memory_bytes - 1
@@ -442,12 +443,12 @@ def test_what_a_search_prunes_is_not_better_than_its_best_where_all_can_be_price
     # without the constant of a step, which would hide that one layout is faster than another
     cluster = replace(cluster, constants=cluster.constants.with_values("fitted", step_s=0.0))
     batch = torch.ones(2, blocks[0].in_features), torch.zeros(2, dtype=torch.long)
-    found = plan_layouts(blocks, cluster, batch, fix="dp2", most_priced=6)
+    found = plan_layouts(blocks, cluster, batch, fix="dp2", without=["tp", "pp"], most_priced=6)
     wanted, steps = SearchConstraints("dp2", without=("offload",)), {}
     for line in ("dp2 bf16", *(f"dp2/{option.name} bf16" for option in declared_options("dp"))):
         with suppress(LayoutError):
             beside = [each for each in options_beside(Layout.parse(line)) if each.num_microbatches == 1]
-            for layout in {line, *(str(each) for each in beside if wanted.allows(each))}:
+            for layout in {line, *(str(each) for each in beside if wanted.allows(each))} - steps.keys():
                 with suppress(LayoutError, PlanError):
                     steps[layout] = plan_layouts(blocks, cluster, batch, layout=layout).best.step_s
     assert len(steps) > 7
@@ -496,7 +497,7 @@ def test_the_best_of_a_search_where_memory_binds_is_the_best_of_all_prices(name)
     limit = sorted(each.memory_bytes for each in prices)[len(prices) // 2]
     steps = sorted(each.step_s for each in prices if each.memory_bytes <= limit)
     assert 0 < len(steps) < len(prices), "memory binds"
-    given = {"fix": "dp2", "without": ["offload", "zero1", "zero2"], "most_priced": 12}
+    given = {"fix": "dp2", "without": ["tp", "pp", "offload", "zero1", "zero2"], "most_priced": 12}
     found = plan_layouts(decoder, cluster, (tokens, tokens), **given, memory_limit=limit / cluster.device.memory_bytes)
     own = sorted(each.step_s for each in found.layouts if found.fits(each))
     assert own[0] <= steps[0] * (1 + 1e-9)
@@ -541,7 +542,7 @@ def test_the_whole_batch_of_a_model_with_batch_norms_is_priced_as_it_is():
 def test_batches_of_any_size_are_searched(batch):
     tokens = torch.zeros(batch, 16, dtype=torch.long)
     gpt = GPT(GPTConfig(num_layers=2, width=32, num_heads=4, vocabulary=64, max_tokens=16))
-    assert plan_layouts(gpt, "a100-80gb:1x8", (tokens, tokens), loss=CrossEntropy()).layouts
+    assert plan_layouts(gpt, "a100-80gb:1x8", (tokens, tokens), loss=CrossEntropy(), most_priced=1).layouts
 
 
 @pytest.mark.sampled(0)

@@ -41,6 +41,10 @@ SIZES = {"num_layers": 2, "width": 8, "num_heads": 2}
 """The sizes of the built-in model, in place of those that a page gives."""
 
 
+COPIES = ["--fix", "dp2", "--without", "tp", "--without", "pp"]
+"""What a search of the built-in model is limited to."""
+
+
 def name_of(path):
     return path.relative_to(ROOT).as_posix()
 
@@ -84,6 +88,7 @@ def small(words):
         found += ["--most-priced", "1"]
         if not {"--fix", "--explain", "--anchor"} & {*found}:  # whose layouts are of 8 ranks
             found = [re.sub(r":\d+x\d+$", ":1x2", word) for word in found]
+            found += [] if has_own or "here.toml" in found else COPIES
     if verb in ("sample", "evaluate") and "--num" not in found:
         found += ["--num", "8"]
     if verb == "launch" and "--dry-run" not in found:

@@ -8,6 +8,8 @@ from shardwright.train.loop import train
 from shardwright.train.progress import read_metrics
 from shardwright.train.sampling import sample
 
+pytestmark = pytest.mark.usefixtures("no_predictions")
+
 SETTINGS = {"num_layers": 2, "width": 20, "num_heads": 5, "dropout": 0.1}
 MODES = ("tp3", "tp2/sp", "tp2x2/2d", "tp2x2x2/2.5d", "tp2x2x2/3d")
 STAGES = ("pp2/1f1b mb3", "pp3/zb-h1 mb2 dp2", "pp2/zb-v mb2 tp2", "pp2/dualpipe-v mb2 tp2x2/2d")

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from contextlib import contextmanager
+from functools import cache
 from itertools import count as counter
 
 import pytest
@@ -44,6 +45,8 @@ from shardwright.train.data import fingerprint
 from shardwright.train.loop import train
 from shardwright.train.progress import Log, cut_metrics, read_metrics
 
+pytestmark = pytest.mark.usefixtures("no_predictions")
+
 SMALL = {"num_layers": 1, "width": 8, "num_heads": 2}
 count = counter()
 NAN = {3: {"loss": float("nan")}}
@@ -52,6 +55,19 @@ ROW = {"step": 1, "loss": 1.0, "tokens_per_s": 1.0, "memory_bytes": [1], "step_m
 
 def config(**options):
     return TrainConfig(**{"settings": SMALL, "seq": 8, "batch": 3, "steps": 5, "warmup": 1, **options})
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """A function that returns the folder of a run with some options that nothing interrupts; no test writes into it."""
+
+    @cache
+    def trained(**options):
+        out = tmp_path_factory.mktemp("whole") / "run"
+        train(config(**options), out, ranks="threads")
+        return out
+
+    return trained
 
 
 def saved_in(out):
@@ -265,17 +281,17 @@ def breaks(monkeypatch, kind, name, rank, call):
 @pytest.mark.parametrize(("name", "step"), [("step", 3), ("clip_grad_norm_", 3), ("evaluate_all", 4)])
 @pytest.mark.sampled(16)
 def test_an_error_within_a_step_or_an_evaluation_on_one_rank_ends_the_run_after_a_checkpoint(
-    tmp_path, monkeypatch, line, name, step
+    tmp_path, monkeypatch, line, name, step, whole_run
 ):
     options = {"layout": line, "eval_every": 1, "eval_batches": 1, "keep": 2}
-    train(config(**options), tmp_path / "whole", ranks="threads")
+    whole = whole_run(**options)
     breaks(monkeypatch, Run, name, Layout.parse(line).num_ranks - 1, 4)
     with pytest.raises(RankFailedError, match=f"BrokenError: in {name}"):
         train(config(**options), tmp_path / "run", ranks="threads")
     monkeypatch.undo()
     assert saved_in(tmp_path / "run") == [step]
     assert train(config(**options), tmp_path / "run", resume=True, ranks="threads")["steps"] == 5
-    found, expected = ({row["step"]: row["loss"] for row in read_metrics(tmp_path / run)} for run in ("run", "whole"))
+    found, expected = ({row["step"]: row["loss"] for row in read_metrics(run)} for run in (tmp_path / "run", whole))
     assert found == expected  # and the row of the step whose evaluation failed is there
 
 
@@ -308,10 +324,10 @@ def test_it_is_said_once_whether_the_last_step_could_be_saved(tmp_path, monkeypa
 @pytest.mark.parametrize("name", ["step", "take"])
 @pytest.mark.sampled(0)
 def test_an_error_before_the_update_saves_the_last_step_without_clipping_and_in_fp16_too(
-    tmp_path, monkeypatch, line, clip, name
+    tmp_path, monkeypatch, line, clip, name, whole_run
 ):
     options = {"layout": line, "clip": clip}
-    train(config(**options), tmp_path / "whole", ranks="threads")
+    runs = tmp_path / "run", whole_run(**options)
     plain = TrainStep.take
 
     def broken(self, *given):
@@ -327,11 +343,9 @@ def test_an_error_before_the_update_saves_the_last_step_without_clipping_and_in_
     monkeypatch.undo()
     assert saved_in(tmp_path / "run") == [3]
     assert train(config(**options), tmp_path / "run", resume=True, ranks="threads")["steps"] == 5
-    found, expected = ([row["loss"] for row in read_metrics(tmp_path / run)] for run in ("run", "whole"))
+    found, expected = ([row["loss"] for row in read_metrics(run)] for run in runs)
     assert found == expected
-    scales = [
-        read(tmp_path / run / "checkpoints" / "step-00000005").scalars.get(LOSS_SCALE) for run in ("run", "whole")
-    ]
+    scales = [read(run / "checkpoints" / "step-00000005").scalars.get(LOSS_SCALE) for run in runs]
     assert scales[0] == scales[1]
 
 

@@ -28,6 +28,8 @@ from shardwright.train.emergency import EmergencyCheckpoint
 from shardwright.train.loop import train
 from shardwright.train.progress import METRICS_FILE, add_missing_row, read_metrics
 
+pytestmark = pytest.mark.usefixtures("no_predictions")
+
 OPTIONS = {"settings": {"num_layers": 2, "width": 8, "num_heads": 2}, "seq": 8, "batch": 4, "steps": 5, "warmup": 1}
 
 
@@ -71,6 +73,14 @@ def run_of(monkeypatch, tmp_path, line, rank, kind=Run, name="step", number=4, *
     return tmp_path / "run"
 
 
+@pytest.fixture(scope="module")
+def rows_of_one_device(tmp_path_factory):
+    """The metrics of a run of one device that nothing interrupts."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(config("single"), out, ranks="threads")
+    return read_metrics(out)
+
+
 HELD_TWICE = ["dp2", "dp2 tp2", "dp3 tp2", "pp2/1f1b mb2 dp2", "dp2 tp2x2/2d"]
 
 
@@ -78,7 +88,7 @@ HELD_TWICE = ["dp2", "dp2 tp2", "dp3 tp2", "pp2/1f1b mb2 dp2", "dp2 tp2x2/2d"]
 @pytest.mark.parametrize("which", ["first", "last"])
 @pytest.mark.sampled(0)
 def test_what_other_ranks_hold_copies_of_is_saved_without_a_rank_that_is_gone(
-    tmp_path, monkeypatch, capsys, line, which
+    tmp_path, monkeypatch, capsys, line, which, rows_of_one_device
 ):
     rank = 0 if which == "first" else Layout.parse(line).num_ranks - 1
     out = run_of(monkeypatch, tmp_path, line, rank)
@@ -88,8 +98,7 @@ def test_what_other_ranks_hold_copies_of_is_saved_without_a_rank_that_is_gone(
     assert [step.name for step in steps_in(out / "checkpoints")] == ["step-00000003"]
     assert not any(file.name.startswith(f"part-{rank:05}") for file in find(out / "checkpoints").iterdir())
     assert train(config("tp2"), out, resume=True, ranks="threads")["steps"] == 5
-    train(config("single"), tmp_path / "whole", ranks="threads")
-    found, expected = ([(row["step"], row["loss"]) for row in read_metrics(each)] for each in (out, tmp_path / "whole"))
+    found, expected = ([(row["step"], row["loss"]) for row in rows] for rows in (read_metrics(out), rows_of_one_device))
     assert found == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in expected]
 
 
@@ -108,13 +117,14 @@ def test_what_a_rank_that_is_gone_held_alone_is_named_and_nothing_is_saved(tmp_p
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("rank", [0, 3])
-def test_a_step_that_the_rank_which_is_gone_had_not_completed_is_saved_by_those_that_had(tmp_path, monkeypatch, rank):
+def test_a_step_that_the_rank_which_is_gone_had_not_completed_is_saved_by_those_that_had(
+    tmp_path, monkeypatch, rank, rows_of_one_device
+):
     out = run_of(monkeypatch, tmp_path, "dp2 tp2", rank, EmergencyCheckpoint, "note")
     assert [step.name for step in steps_in(out / "checkpoints")] == ["step-00000004"]
     assert [row["step"] for row in read_metrics(out)] == [1, 2, 3, 4]  # as the first rank could not write the last
     assert train(config("dp2"), out, resume=True, ranks="threads")["steps"] == 5
-    train(config("single"), tmp_path / "whole", ranks="threads")
-    assert read_metrics(out)[-1]["loss"] == pytest.approx(read_metrics(tmp_path / "whole")[-1]["loss"], rel=1e-5)
+    assert read_metrics(out)[-1]["loss"] == pytest.approx(rows_of_one_device[-1]["loss"], rel=1e-5)
     assert [row["step"] for row in read_metrics(out)] == [1, 2, 3, 4, 5]
 
 

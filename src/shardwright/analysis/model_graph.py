@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from shardwright.analysis.batch_norms import ONE_VALUE
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
@@ -113,6 +113,26 @@ class RecordedRun:
         return len(kinds) == 1 and next(iter(kinds))[0] == 0 and len(draws) == self.recording.num_samples
 
 
+class KeptRuns:
+    """Recorded forwards that graphs share, if their model is one and their examples have samples of the same shapes."""
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple[object, ...], dict[int | None, RecordedRun | str]] = {}
+        self._models: dict[int, nn.Module] = {}  # kept, so that no other model gets the id of one of them
+
+    def of(self, model: nn.Module, example: Any) -> dict[int | None, RecordedRun | str]:
+        """Returns the runs of a model by number of samples, all of samples without values, like those of ``example``.
+
+        Those of examples with marked inputs are not shared, since marks may hold more than samples.
+        """
+        if marks_in(example):
+            return {}
+        leaves, structure = tree_flatten(example)
+        samples = tuple((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+        self._models[id(model)] = model
+        return self._runs.setdefault((id(model), structure, samples), {})
+
+
 SEVERAL = (3, 2)
 """The numbers of samples that a record is tried with if the example has one sample and other numbers failed."""
 
@@ -142,9 +162,8 @@ class ModelGraph:
     example: Any
     values: Any = None
     is_as_trained: bool = False
-    _tries: dict[tuple[int | None, bool], RecordedRun | str] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    kept: KeptRuns = field(default_factory=KeptRuns, repr=False, compare=False)
+    """Where forwards on samples without values are kept; graphs that are given the same one share them."""
 
     @property
     def run(self) -> RecordedRun:
@@ -406,12 +425,26 @@ class ModelGraph:
 
         The forward is recorded on the example's values if ``by_values``, else on tensors without values.
         """
-        key = number, by_values
-        if key not in self._tries:
+        key, tries = self._num_samples if number is None else number, self._by_values if by_values else self._tries
+        if key not in tries:
             inputs = self.values if by_values else self.example
             samples = map_samples(cloned(inputs), partial(_of_samples, number))
-            self._tries[key] = _run_or_failure(self.model, samples, self.is_as_trained)
-        return self._tries[key]
+            tries[key] = _run_or_failure(self.model, samples, self.is_as_trained)
+        return tries[key]
+
+    @cached_property
+    def _tries(self) -> dict[int | None, RecordedRun | str]:
+        return {} if self.is_as_trained else self.kept.of(self.model, self.example)
+
+    @cached_property
+    def _by_values(self) -> dict[int | None, RecordedRun | str]:
+        return {}
+
+    @cached_property
+    def _num_samples(self) -> int | None:
+        """The number of samples of the example; None for one with marked inputs, or without samples."""
+        tensors = [] if marks_in(self.example) else [x for x in sample_tensors(self.example) if x.dim()]
+        return len(tensors[0]) if tensors and len({len(x) for x in tensors}) == 1 else None
 
 
 def _of_samples(number: int | None, tensor: Tensor) -> Tensor:

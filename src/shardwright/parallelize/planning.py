@@ -26,7 +26,7 @@ from shardwright.analysis.copying import copied
 from shardwright.analysis.kept_traces import traces_kept
 from shardwright.analysis.marked_inputs import map_samples, marks_in, packed_in, sample_tensors
 from shardwright.analysis.meta_values import keep_values
-from shardwright.analysis.model_graph import ModelGraph
+from shardwright.analysis.model_graph import KeptRuns, ModelGraph
 from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
 from shardwright.analysis.operator_results import cloned, tensors_of
 from shardwright.analysis.reached import unregistered
@@ -234,12 +234,13 @@ def job_for(
     inputs: Any = None,
     num_tokens: int = NUM_TOKENS,
     roles: Mapping[str, str] = MappingProxyType({}),
+    kept: KeptRuns | None = None,
 ) -> Job:
     """Returns the :class:`Job` (model, loss, sizes) for planning with batches like ``inputs``, a global batch.
 
     Of ``inputs`` only shapes and dtypes are read, and values if the model's code needs them. ``num_tokens`` is the
     number of tokens in one microbatch of one model copy. ``roles`` are the user's choices of "column", "row" or
-    "copied" for layers, by patterns of names.
+    "copied" for layers, by patterns of names. Jobs that are given the same ``kept`` share what is recorded of a model.
 
     Raises: LayoutError: the tensors of ``inputs`` have different numbers of samples, or none; or, with pipeline stages,
         the parameters are on several devices and the model cannot be cut where the device changes.
@@ -252,7 +253,8 @@ def job_for(
         share = rows(inputs, 0, -(-num_rows(inputs) // num_shares(layout)))
         example = on_device(share, torch.device("meta"))
         has_values = not any(tensor.is_meta for tensor in tensors_of(share))
-        graph = ModelGraph(model, example, on_device(share, torch.device("cpu")) if has_values else None)
+        values = on_device(share, torch.device("cpu")) if has_values else None
+        graph = ModelGraph(model, example, values, kept=KeptRuns() if kept is None else kept)
     stages = stages_by_device(model) if has_stages(layout) else ()
     return Job(model, loss, num_tokens, num_samples, roles, example, graph, stages)
 

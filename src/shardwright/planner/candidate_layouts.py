@@ -209,18 +209,10 @@ def _layouts(
             found.reject("fewer microbatches than stages", layout, f"{number} of {stages}")
         elif wanted.is_left_out(layout):
             found.reject("--without", layout)
-        elif (lacking := wanted.lacking(layout)) and not _is_option(lacking):
+        elif lacking := wanted.lacking(layout, may_get_options=True):
             found.reject(f"--fix: not {lacking}", layout)
         else:
             yield layout
-
-
-def _is_option(part: str) -> bool:
-    """Returns whether a part of ``--fix`` names an option, such as a schedule or a ZeRO stage, as "dp/zero1" does.
-
-    A division of the ranks has no options yet, so such a part is checked later, when its estimates have them.
-    """
-    return "/" in part
 
 
 def _fixed(factor: Factor, wanted: SearchConstraints) -> Factor:

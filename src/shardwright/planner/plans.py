@@ -198,7 +198,9 @@ class _ModelRecords:
         return records
 
     def _rehearsed(self, layout: Layout, rows: tuple[Any, Any], most_whole: int | None) -> LayoutRecords:
-        job = job_for(self.model, self.loss, layout, rows[0], tokens_of(rows[0], layout), self.roles)
+        job = job_for(
+            self.model, self.loss, layout, rows[0], tokens_of(rows[0], layout), self.roles, self.plans.known.runs
+        )
         if job.graph is not None and (job.graph.reads_values or job.graph.selects_by_values):
             self.kept.forget()  # a file is found by shapes alone, and these records depend on values
         return record_layout(job, layout, rows, self.device_type, most_whole=most_whole, model_plans=self.plans)

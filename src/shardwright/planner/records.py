@@ -131,7 +131,7 @@ class _Shape(NamedTuple):
     def planned(self, job: Job, layout: Layout) -> _JobLayout:
         """Returns the plan and the batch for a rehearsal of ``job``, which may have few blocks, under ``layout``."""
         few = first_rows(self.batch, self.copies * layout.num_microbatches * self.samples)
-        fitted = job_for(job.model, job.loss, layout, few[0], job.num_tokens, job.roles)
+        fitted = job_for(job.model, job.loss, layout, few[0], job.num_tokens, job.roles, self.known.runs)
         fitted = fitted._replace(stages=job.stages or fitted.stages, seconds={})
         return _JobLayout(fitted, layout, JobPlan(*make_plan(fitted, layout)), few)
 

@@ -49,13 +49,17 @@ class SearchConstraints:
         words |= {word.partition(":")[0] for word in words} | {word.rstrip("0123456789x") for word in items}
         return bool(words & set(self.without)) or any(factor.axis in self.without for factor in layout.factors)
 
-    def lacking(self, layout: Layout) -> str:
-        """Returns the first part that the layout must have and has not; "" if it has all."""
+    def lacking(self, layout: Layout, *, may_get_options: bool = False) -> str:
+        """Returns the first part that the layout must have and has not; "" if it has all.
+
+        If the layout ``may_get_options``, such as a schedule or a ZeRO stage, parts need not have theirs yet.
+        """
         items = str(layout).split()
         words = {f"mb{layout.num_microbatches}", layout.precision, f"recompute:{layout.recompute}"}
         words |= {"recompute"} if layout.recompute is not None else set()
         missing = (part for part in self._parts if part not in words)
-        return next((part for part in missing if not any(_has(item, part) for item in items)), "")
+        wanted = ((part, part.partition("/")[0] if may_get_options else part) for part in missing)
+        return next((part for part, word in wanted if not any(_has(item, word) for item in items)), "")
 
     @cached_property
     def _parts(self) -> tuple[str, ...]:

@@ -230,7 +230,8 @@ class ShortModel:
         return (held[0] / whole, held[1] / whole) if whole else (0.0, 0.0)
 
     def _job(self, model: nn.Module, layout: Layout, rows: tuple[Any, Any]) -> Job:
-        return job_for(model, self.loss, layout, rows[0], tokens_of(rows[0], layout), self.roles)
+        runs = self.model_plans.known.runs
+        return job_for(model, self.loss, layout, rows[0], tokens_of(rows[0], layout), self.roles, runs)
 
 
 def _changed_buffer(recording: Recording) -> str:
