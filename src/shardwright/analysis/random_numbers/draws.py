@@ -29,7 +29,8 @@ from shardwright.analysis.dims.run_axes import DimAxis, RunAxes, leaves, root
 from shardwright.analysis.on_meta.meta_values import RANDOM
 from shardwright.analysis.random_numbers.sample_loops import SampleLoop, sample_loops
 from shardwright.analysis.recorded.recording import Recorded, Recording, TensorUse
-from shardwright.analysis.samples.sample_mixing import COUNTS, meetings, warn_of_meeting
+from shardwright.analysis.samples.meetings import meetings
+from shardwright.analysis.samples.sample_mixing import COUNTS, warn_of_meeting
 from shardwright.analysis.samples.sample_selections import SampleFlow
 from shardwright.analysis.traced.structure import is_inside, is_known
 from shardwright.errors import PlanError
