@@ -64,20 +64,20 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
     ``flow`` has the samples picked by number (:func:`follow_samples`). It may be empty, for example where some inputs
     have something other than samples in dim 0; then none of these are reported.
     """
-    search = _Search(recording, axes)
-    causes = [cause for call in recording.calls if call.operands for cause in search.causes_of(call)]
-    causes += search.buffers_set_anew()
-    causes += search.rows_in_two_orders()
-    causes += used_counts(recording, axes, search.trained, search.leading)
-    read = ((module, search.sums.get(use)) for module, use in recording.read)
+    of_run = _Meetings(recording, axes)
+    causes = [cause for call in recording.calls if call.operands for cause in of_run.causes_of(call)]
+    causes += of_run.buffers_set_anew()
+    causes += of_run.rows_in_two_orders()
+    causes += used_counts(recording, axes, of_run.trained, of_run.leading)
+    read = ((module, of_run.sums.get(use)) for module, use in recording.read)
     causes += [(module, f"a decision by a {call.name}") for module, call in read if call is not None]
-    causes += [(call.module, call.name) for call in picking_calls(flow, search.trained, search.leading)]
-    selected = _meetings_of_selected(recording, axes, search.leading)
+    causes += [(call.module, call.name) for call in picking_calls(flow, of_run.trained, of_run.leading)]
+    selected = _meetings_of_selected(recording, axes, of_run.leading)
     causes += [(call.module, f"{call.name}, of rows that a condition selects,") for call in selected]
     return dict.fromkeys(causes)
 
 
-class _Search:
+class _Meetings:
     """Looks at the operators of one record: ``sums`` are values summed over samples, with the operator that summed."""
 
     def __init__(self, recording: Recording, axes: RunAxes) -> None:
