@@ -85,7 +85,7 @@ def test_a_journey_has_twelve_hops():
     assert len(re.findall(r"^\d+\. ", journey, flags=re.M)) == 12
 
 
-NAMES_CUDA = {"devices.py", "analysis/device_moves.py", "comm/backends/nccl.py"}
+NAMES_CUDA = {"devices.py", "analysis/on_meta/device_moves.py", "comm/backends/nccl.py"}
 """What asks torch about devices, the moves in users' code, and NCCL's own calls; all others ask ``devices.py``."""
 
 

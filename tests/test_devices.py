@@ -13,7 +13,7 @@ from torch import backends, nn
 
 import shardwright as sw
 from shardwright import devices
-from shardwright.analysis.costs import time_layers
+from shardwright.analysis.chunks.costs import time_layers
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 1)
 

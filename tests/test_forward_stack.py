@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwright import Layout, forward_stack
-from shardwright.analysis.structure import runs_as
+from shardwright.analysis.traced.structure import runs_as
 from shardwright.errors import LayoutError, PlanError
 from shardwright.forward_stack import SEVERAL, Rung, record, set_forward, stack_of, wrap
 from shardwright.keyed_dropout import key_dropout

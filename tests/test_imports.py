@@ -63,7 +63,7 @@ INSIDE = {
 def heights():
     """The place of each package among the layers of pyproject.toml, the lowest first; the root knows all of them."""
     contracts = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
-    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    (layers,) = (contract["layers"] for contract in contracts if contract.get("containers") == ["shardwright"])
     found = {name: n for n, layer in enumerate(reversed(layers)) for name in re.findall(r"\w+", layer)}
     return {**found, "__init__": len(layers)}
 

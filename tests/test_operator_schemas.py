@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from shardwright.analysis.meta_values import RANDOM
+from shardwright.analysis.on_meta.meta_values import RANDOM
 from shardwright.operator_schemas import undrawn
 
 ATEN = torch.ops.aten

@@ -10,8 +10,8 @@ import shardwright.command_start  # noqa: F401
 from shardwright.garbage_collection import collection_paused
 
 with collection_paused():
-    from shardwright.analysis.costs import time_layers
-    from shardwright.analysis.marked_inputs import packed, per_sample, whole
+    from shardwright.analysis.chunks.costs import time_layers
+    from shardwright.analysis.objects.marked_inputs import packed, per_sample, whole
     from shardwright.checkpoint.loading import load
     from shardwright.checkpoint.saving import save
     from shardwright.comm.axis import Axis

@@ -13,9 +13,9 @@ from typing import Literal, Protocol
 
 from torch import nn
 
-from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
 from shardwright.analysis.model_graph import ModelGraph
-from shardwright.analysis.structure import BATCH_NORMS
+from shardwright.analysis.traced.batch_norms import batch_norms, derived_batch_norms
+from shardwright.analysis.traced.structure import BATCH_NORMS
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
 from shardwright.mesh import Coord

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import MeanSquaredError, verify
-from shardwright.analysis.alike import likeness, signature
+from shardwright.analysis.objects.alike import likeness, signature
 
 
 class Mixing(nn.Module):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.analysis.callers import AllowedCallers, called_elsewhere
-from shardwright.analysis.convolution_chains import find_convolution_chains
+from shardwright.analysis.traced.callers import AllowedCallers, called_elsewhere
+from shardwright.analysis.traced.convolution_chains import find_convolution_chains
 from shardwright.plan.layer_overrides import Overrides
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwright import launch, parallelize, verify
-from shardwright.analysis.copying import check_apart, copied
+from shardwright.analysis.objects.copying import check_apart, copied
 from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.models import MeanSquaredError
 from shardwright.parallelize.planning import structural_copy

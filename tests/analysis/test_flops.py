@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwright.analysis.costs import flops_of
-from shardwright.analysis.record_forward import record_forward
+from shardwright.analysis.chunks.costs import flops_of
+from shardwright.analysis.recorded.record_forward import record_forward
 
 attend = functional.scaled_dot_product_attention
 

@@ -26,9 +26,9 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import verify
-from shardwright.analysis.meta_values import MetaValues
-from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.record_forward import record_forward
+from shardwright.analysis.on_meta.meta_values import MetaValues
+from shardwright.analysis.on_meta.module_calls import call_model
+from shardwright.analysis.recorded.record_forward import record_forward
 from shardwright.errors import LayoutError
 
 

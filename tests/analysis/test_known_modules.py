@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.analysis.known_modules import known_chains
-from shardwright.analysis.module_calls import record_module_calls
-from shardwright.analysis.structure import find_chains, find_head, trace
+from shardwright.analysis.on_meta.module_calls import record_module_calls
+from shardwright.analysis.traced.known_modules import known_chains
+from shardwright.analysis.traced.structure import find_chains, find_head, trace
 
 
 @pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from shardwright import verify
 from shardwright.analysis.model_graph import ModelGraph
-from shardwright.analysis.sample_mixing import warn_of_loss
+from shardwright.analysis.samples.sample_mixing import warn_of_loss
 from shardwright.models.given_loss import as_loss
 
 

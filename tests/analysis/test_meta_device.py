@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwright import verify
-from shardwright.analysis.meta_device import on_meta
+from shardwright.analysis.on_meta.meta_device import on_meta
 from shardwright.ledger.account import predict_memory
 from shardwright.models import CrossEntropy
 from shardwright.plan.plan import Job

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.analysis.meta_device import on_meta
-from shardwright.analysis.meta_values import MetaValues
-from shardwright.analysis.operator_results import run_on_meta
-from shardwright.analysis.record_forward import record_forward
-from shardwright.analysis.recording import Recorded
+from shardwright.analysis.on_meta.meta_device import on_meta
+from shardwright.analysis.on_meta.meta_values import MetaValues
+from shardwright.analysis.on_meta.operator_results import run_on_meta
+from shardwright.analysis.recorded.record_forward import record_forward
+from shardwright.analysis.recorded.recording import Recorded
 
 
 class ChecksItsInputs(nn.Module):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from shardwright.analysis.dim_letters import Role
-from shardwright.analysis.operator_dims import relation_of
-from shardwright.analysis.recording import Recorded
+from shardwright.analysis.dims.dim_letters import Role
+from shardwright.analysis.dims.operator_dims import relation_of
+from shardwright.analysis.recorded.recording import Recorded
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.analysis.operator_results import MetaOperators, _results, run_on_meta, tensors_of
+from shardwright.analysis.on_meta.operator_results import MetaOperators, _results, run_on_meta, tensors_of
 
 ATEN = torch.ops.aten
 

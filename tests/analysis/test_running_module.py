@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.analysis.running_module import following_modules
+from shardwright.analysis.calls.running_module import following_modules
 
 
 class Noted(torch.autograd.Function):

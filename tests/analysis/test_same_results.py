@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.analysis.call_graph import CallSite, ChunkedModel, read_graph
-from shardwright.analysis.same_results import difference_from_forward
+from shardwright.analysis.chunks.call_graph import CallSite, ChunkedModel, read_graph
+from shardwright.analysis.chunks.same_results import difference_from_forward
 
 WIDTH = 6
 

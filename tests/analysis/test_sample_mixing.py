@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardwright.analysis.batch_norms import batch_norms
 from shardwright.analysis.model_graph import ModelGraph
+from shardwright.analysis.traced.batch_norms import batch_norms
 from shardwright.errors import LayoutError
 from shardwright.models import CrossEntropy
 from shardwright.verify import verify

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from shardwright import MeanLoss, verify
 from shardwright.analysis.model_graph import ModelGraph
-from shardwright.analysis.sample_mixing import warn_of_loss
+from shardwright.analysis.samples.sample_mixing import warn_of_loss
 from shardwright.models.given_loss import as_loss
 
 

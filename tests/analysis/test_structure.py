@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardwright.analysis.module_calls import call_model, record_module_calls
-from shardwright.analysis.structure import find_chains, find_head, owners, trace
+from shardwright.analysis.on_meta.module_calls import call_model, record_module_calls
+from shardwright.analysis.traced.structure import find_chains, find_head, owners, trace
 from shardwright.models import GPT, Attention, ConvNetConfig, GPTConfig, MLPConfig, build_convnet, build_mlp
 from shardwright.models.gpt import MLP, GatedMLP
 

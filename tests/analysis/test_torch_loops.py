@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.analysis.torch_loops import loop_of
+from shardwright.analysis.traced.torch_loops import loop_of
 
 T, S = 5, 4
 PADDED = torch.tensor([[False] * 5, [False, False, False, True, True], [False] * 4 + [True]])

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.analysis.arguments import bind
-from shardwright.analysis.call_graph import ChunkedModel, prepare, read_graph, run, sites
-from shardwright.analysis.kept_traces import kept, traces_kept
-from shardwright.analysis.structure import trace
+from shardwright.analysis.chunks.arguments import bind
+from shardwright.analysis.chunks.call_graph import ChunkedModel, prepare, read_graph, run, sites
+from shardwright.analysis.traced.kept_traces import kept, traces_kept
+from shardwright.analysis.traced.structure import trace
 from shardwright.errors import LayoutError
 
 

@@ -29,8 +29,8 @@ from contract.cases import (
 )
 from contract.test_checkpoints import check_same_bits
 from ledger.test_ledger import check_close, data, plain
-from shardwright.analysis.batch_norms import batch_norms
-from shardwright.analysis.structure import owners
+from shardwright.analysis.traced.batch_norms import batch_norms
+from shardwright.analysis.traced.structure import owners
 from shardwright.axes import LayoutAxis, layout_axes, mesh_axes
 from shardwright.comm.autograd import cut_to_whole, sum_gradient
 from shardwright.errors import LayoutError

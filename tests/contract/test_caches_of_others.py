@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from shardwright.analysis.forward_events import record_events
+from shardwright.analysis.chunks.forward_events import record_events
 from shardwright.errors import PlanError
 from shardwright.verify import verify
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from contract.cases import CHECKS, NUM_SAMPLES, Pictures
 from shardwright import verify
-from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.on_meta.module_calls import call_model
 from shardwright.errors import PlanError
 from shardwright.strategies.tensor_parallel.shards_plan import share_cut
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import verify
-from shardwright.analysis.draw_calls import draw_of
+from shardwright.analysis.calls.draw_calls import draw_of
 from shardwright.errors import LayoutError, PlanError
 
 NUM, WIDTH = 8, 8

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwright import verify
-from shardwright.analysis.forward_events import record_events
+from shardwright.analysis.chunks.forward_events import record_events
 from shardwright.errors import LayoutError
 from shardwright.models.losses import MeanSquaredError
 

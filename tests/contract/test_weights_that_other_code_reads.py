@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import shardwright as sw
-from shardwright.analysis.forward_events import record_events
+from shardwright.analysis.chunks.forward_events import record_events
 from shardwright.errors import LayoutError, PlanError
 from shardwright.models.losses import MeanSquaredError
 from shardwright.strategies.pipeline.event_units import opened_modules, units_of

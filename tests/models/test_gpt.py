@@ -6,7 +6,7 @@ import torch
 import torch.fx
 from torch import nn
 
-from shardwright.analysis.structure import trace
+from shardwright.analysis.traced.structure import trace
 from shardwright.errors import PlanError
 from shardwright.models.gpt import GPT, MLP, GatedMLP, GPTConfig, generate
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from contract.cases import check_refused
 from shardwright import Mesh, launch, parallelize, run_on_threads, verify
-from shardwright.analysis.batch_norms import batch_norms
+from shardwright.analysis.traced.batch_norms import batch_norms
 from shardwright.errors import PlanError
 from shardwright.operators.batch_norm import share_statistics
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.analysis.callers import AllowedCallers, plain_containers
+from shardwright.analysis.traced.callers import AllowedCallers, plain_containers
 from shardwright.errors import PlanError
 from shardwright.operators.weight_guard import CallGuard
 

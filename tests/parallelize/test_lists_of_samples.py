@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.analysis.marked_inputs import SampleValues, lists_marked
+from shardwright.analysis.objects.marked_inputs import SampleValues, lists_marked
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
 

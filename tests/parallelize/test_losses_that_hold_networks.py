@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import MeanLoss, launch, parallelize, save, verify
-from shardwright.analysis.reached import held_by
+from shardwright.analysis.objects.reached import held_by
 from shardwright.errors import PlanError, RankFailedError
 from shardwright.layout import Layout
 

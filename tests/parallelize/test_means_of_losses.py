@@ -10,7 +10,7 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn import functional
 
 import shardwright as sw
-from shardwright.analysis.record_forward import record_forward
+from shardwright.analysis.recorded.record_forward import record_forward
 from shardwright.errors import PlanError, RankFailedError
 from shardwright.models.given_loss import as_loss
 from shardwright.parallelize.loss_of_halves import difference_of_halves

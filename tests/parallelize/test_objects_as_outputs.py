@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from shardwright import launch, parallelize
-from shardwright.analysis.forward_events import record_events
+from shardwright.analysis.chunks.forward_events import record_events
 from shardwright.errors import PlanError
 from shardwright.verify import verify
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import verify
-from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.on_meta.module_calls import call_model
 from shardwright.checkpoint.saving import save
 from shardwright.comm.launch import launch
 from shardwright.errors import LayoutError, PlanError

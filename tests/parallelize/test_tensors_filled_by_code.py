@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.analysis.device_moves import IgnoresDeviceMoves, mark_made, to_meta_if_written
+from shardwright.analysis.on_meta.device_moves import IgnoresDeviceMoves, mark_made, to_meta_if_written
 from shardwright.errors import LayoutError, PlanError
 from shardwright.models.losses import MeanSquaredError
 from shardwright.verify import verify

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from shardwright import verify
-from shardwright.analysis.parameter_writes import written_parameters
-from shardwright.analysis.record_forward import record_forward
+from shardwright.analysis.recorded.parameter_writes import written_parameters
+from shardwright.analysis.recorded.record_forward import record_forward
 from shardwright.comm.launch import launch
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout

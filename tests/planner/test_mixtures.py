@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.analysis.meta_values import MetaValues
+from shardwright.analysis.on_meta.meta_values import MetaValues
 from shardwright.cost.operators import OperatorRecord
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from shardwright.analysis.marked_inputs import packed
+from shardwright.analysis.objects.marked_inputs import packed
 from shardwright.cli.main import app
 from shardwright.cost.operators import OperatorRecord
 from shardwright.errors import LayoutError

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from contract import cases
 from contract.cases import CASES, CONVNET, DEEP, GPT2, check_equal, check_refused, check_traffic
 from shardwright import launch, parallelize, verify
-from shardwright.analysis.operator_results import _results
+from shardwright.analysis.on_meta.operator_results import _results
 from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy

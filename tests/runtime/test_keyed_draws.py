@@ -13,10 +13,10 @@ from tests.contract.test_draws import HEADS, TOKENS, Language
 from torch import nn
 from torch.nn import functional
 
-from shardwright.analysis.draw_calls import draw_of
-from shardwright.analysis.draws import FIRST, Draws, SamplePlace
+from shardwright.analysis.calls.draw_calls import draw_of
 from shardwright.analysis.model_graph import ModelGraph
-from shardwright.analysis.other_generators import other_generators
+from shardwright.analysis.random_numbers.draws import FIRST, Draws, SamplePlace
+from shardwright.analysis.random_numbers.other_generators import other_generators
 from shardwright.comm.launch import launch
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Rung, stack_of

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 import shardwright
 from shardwright import verify
-from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.on_meta.module_calls import call_model
 from shardwright.errors import LayoutError, PlanError
 from shardwright.plan.event_stages import UNEVEN
 from shardwright.plan.plan import Plan

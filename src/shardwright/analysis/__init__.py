@@ -2,23 +2,24 @@
 
 A forward is read in four ways, each on the meta device::
 
-    way         begin with       what it gives                                who asks
-    traced      structure        the code as a graph of module calls, by fx   known layers of tensor parallelism,
-                call_graph                                                    stages where the code can be traced
-    operators   record_forward   every operator of one forward, with shapes   ModelGraph: tensor parallelism on
-                recording                                                     parts, random draws, mixing of samples
-    calls       forward_events   calls of modules, and of functions between   stages of code that cannot be traced
-                events_chunked   them, as events that stages can divide
-    shapes      module_calls     the shapes of each module's call             traffic, costs of layers
+    way        begin with               what it gives                                who asks
+    traced     traced/structure         the code as a graph of module calls, by fx   known layers of tensor parallelism,
+               chunks/call_graph                                                     stages, where code can be traced
+    operators  recorded/record_forward  every operator of one forward, with shapes   ModelGraph: tensor parallelism on
+               recorded/recording                                                    parts, draws, mixing of samples
+    calls      chunks/forward_events    calls of modules, and of functions between   stages, where code cannot be traced
+               chunks/events_chunked    them, as events that stages can divide
+    shapes     on_meta/module_calls     the shapes of each module's call             traffic, costs of layers
 
-``model_graph`` keeps the record of operators that all of planning shares. What is derived from it:
+``model_graph`` keeps the record of operators that all of planning shares. Each folder imports only from those below it:
 
-- which dims are cut together: ``run_axes``, by the rules of ``operator_dims``, ``view_dims`` and ``dim_letters``;
-- which samples each value is computed from: ``sample_selections``, ``sample_mixing``, ``sample_windows``,
-  ``sample_loops``, ``loss_means``;
-- random numbers: ``draws``, by the functions in ``draw_calls``.
-
-How a forward runs without values: ``meta_device``, ``meta_values`` (small constants keep theirs), ``operator_results``,
-``device_moves``, ``code_caches``. Which module's code runs: ``module_log`` during a record, ``running_module`` also in
-the backward of a real step.
+- ``chunks``: stages of a pipeline, from traced code or from a record of its calls, by their cost;
+- ``model_graph``: one recorded run, and what is asked of it;
+- ``random_numbers``: which random numbers a forward draws, and for which samples;
+- ``samples``: where the samples of a batch meet;
+- ``dims``: which dims are cut together, by a rule for each operator, and which hold the samples;
+- ``recorded``: every operator of one forward;
+- ``on_meta``: how a forward runs without values (small constants keep theirs);
+- ``traced``: the code of modules, traced, and the layers in it;
+- ``calls``: calls of torch with rules of their own; ``objects``: what a model and a batch hold, and copies of it.
 """

@@ -14,9 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from shardwright.analysis.batch_norms import ONE_VALUE
-from shardwright.analysis.device_moves import IgnoresDeviceMoves
-from shardwright.analysis.draws import (
+from shardwright.analysis.dims.run_axes import RunAxes, axes_of
+from shardwright.analysis.dims.sample_dims import layers_without_samples_first
+from shardwright.analysis.objects.marked_inputs import map_samples, marks_in, sample_tensors
+from shardwright.analysis.on_meta.device_moves import IgnoresDeviceMoves
+from shardwright.analysis.on_meta.meta_device import meta_copy, on_meta
+from shardwright.analysis.on_meta.module_calls import call_model, may_read_values
+from shardwright.analysis.on_meta.operator_results import cloned
+from shardwright.analysis.random_numbers.draws import (
     DrawKey,
     Draws,
     FindsDraws,
@@ -26,19 +31,14 @@ from shardwright.analysis.draws import (
     moved_on,
     seeded_draws,
 )
-from shardwright.analysis.marked_inputs import map_samples, marks_in, sample_tensors
-from shardwright.analysis.meta_device import meta_copy, on_meta
-from shardwright.analysis.module_calls import call_model, may_read_values
-from shardwright.analysis.operator_results import cloned
-from shardwright.analysis.other_generators import every_start, other_generators
-from shardwright.analysis.parameter_writes import written_parameters
-from shardwright.analysis.record_forward import record_forward
-from shardwright.analysis.recording import Recorded, RecordedCall, Recording
-from shardwright.analysis.run_axes import RunAxes, axes_of
-from shardwright.analysis.sample_counts import calls_by_place, calls_with_counts, differ
-from shardwright.analysis.sample_dims import layers_without_samples_first
-from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, COUNTS, mixing_call
-from shardwright.analysis.sample_selections import SampleFlow, follow_samples, parameters_by_sample
+from shardwright.analysis.random_numbers.other_generators import every_start, other_generators
+from shardwright.analysis.recorded.parameter_writes import written_parameters
+from shardwright.analysis.recorded.record_forward import record_forward
+from shardwright.analysis.recorded.recording import Recorded, RecordedCall, Recording
+from shardwright.analysis.samples.sample_counts import calls_by_place, calls_with_counts, differ
+from shardwright.analysis.samples.sample_mixing import BATCH_NORM_CALLS, COUNTS, mixing_call
+from shardwright.analysis.samples.sample_selections import SampleFlow, follow_samples, parameters_by_sample
+from shardwright.analysis.traced.batch_norms import ONE_VALUE
 from shardwright.errors import PlanError
 
 RECORDABLE = "code that runs on tensors without values, or on the values of the example, which is then a real batch"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from torch import nn
 
-from shardwright.analysis.marked_inputs import first_repeated
+from shardwright.analysis.objects.marked_inputs import first_repeated
 from shardwright.cli import options as opt
 from shardwright.cli.options import emit, report_errors, warn, with_shared
 from shardwright.errors import LayoutError, PlanError

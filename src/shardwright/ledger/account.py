@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from shardwright.analysis.meta_device import on_meta
-from shardwright.analysis.operator_results import cloned, map_tensors
+from shardwright.analysis.on_meta.meta_device import on_meta
+from shardwright.analysis.on_meta.operator_results import cloned, map_tensors
 from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.comm.backends.fake import fake_world
 from shardwright.comm.limits import Ranks

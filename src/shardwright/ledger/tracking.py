@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.analysis.operator_results import tensors_of
+from shardwright.analysis.on_meta.operator_results import tensors_of
 from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.ledger.device_memory import DeviceMemory
 

@@ -19,8 +19,8 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from shardwright.analysis.batch_norms import uses_batch
-from shardwright.analysis.structure import BATCH_NORMS, kind_of
+from shardwright.analysis.traced.batch_norms import uses_batch
+from shardwright.analysis.traced.structure import BATCH_NORMS, kind_of
 from shardwright.comm.autograd import once
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardwright.analysis.structure import is_exactly
+from shardwright.analysis.traced.structure import is_exactly
 from shardwright.comm.autograd import once
 from shardwright.comm.axis import Axis
 

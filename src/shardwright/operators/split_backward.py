@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardwright.analysis.convolution_chains import CONVOLUTIONS
-from shardwright.analysis.structure import runs_as
+from shardwright.analysis.traced.convolution_chains import CONVOLUTIONS
+from shardwright.analysis.traced.structure import runs_as
 from shardwright.comm.autograd import once
 from shardwright.forward_stack import Rung, set_forward
 from shardwright.row_numbers import give_rows, is_of_rows, rows_of

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwright.analysis.callers import AllowedCallers
-from shardwright.analysis.structure import GUARDED
+from shardwright.analysis.traced.callers import AllowedCallers
+from shardwright.analysis.traced.structure import GUARDED
 from shardwright.comm.autograd import no_exchange_inside_transform
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Forward, Rung, wrap

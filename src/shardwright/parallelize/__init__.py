@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
-from shardwright.analysis.copying import check_apart
-from shardwright.analysis.draws import Draws
-from shardwright.analysis.left_untouched import left_untouched
+from shardwright.analysis.objects.copying import check_apart
+from shardwright.analysis.objects.left_untouched import left_untouched
+from shardwright.analysis.random_numbers.draws import Draws
+from shardwright.analysis.traced.batch_norms import batch_norms, derived_batch_norms
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World

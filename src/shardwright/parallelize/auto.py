@@ -11,7 +11,7 @@ from itertools import islice
 from math import prod
 from typing import Any
 
-from shardwright.analysis.marked_inputs import sample_tensors
+from shardwright.analysis.objects.marked_inputs import sample_tensors
 from shardwright.axes import mesh_axes
 from shardwright.errors import EXAMPLE, GridError, LayoutError
 from shardwright.grid_shapes import NUM_SIDES, shapes

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from shardwright.analysis.operator_results import cloned
+from shardwright.analysis.on_meta.operator_results import cloned
 from shardwright.runtime.executor import Microbatch
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from shardwright.analysis.marked_inputs import SampleValues, is_mark, lists_marked
-from shardwright.analysis.module_calls import given_to
-from shardwright.analysis.structure import kind_of
+from shardwright.analysis.objects.marked_inputs import SampleValues, is_mark, lists_marked
+from shardwright.analysis.on_meta.module_calls import given_to
+from shardwright.analysis.traced.structure import kind_of
 from shardwright.errors import PlanError
 from shardwright.runtime.executor import Microbatch
 
@@ -149,8 +149,8 @@ def named_parts(batch: Any) -> dict[str, Any]:
 def as_tensors(tree: Any) -> Any:
     """Returns a batch's inputs or targets with dict-like classes of other libraries turned into dicts.
 
-    Lists with an entry for each sample are marked (:func:`~shardwright.analysis.marked_inputs.lists_marked`). Mappings
-    that torch's pytree knows, such as an ``OrderedDict``, and all other values stay as they are.
+    Lists with an entry for each sample are marked (:func:`~shardwright.analysis.objects.marked_inputs.lists_marked`).
+    Mappings that torch's pytree knows, such as an ``OrderedDict``, and all other values stay as they are.
 
     Raises: PlanError: there is a NumPy-like array, a tensor without dims inside a tuple, list or dict, or an object
         with tensors as attributes. From these, ranks cannot take their samples.

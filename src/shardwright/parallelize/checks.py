@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from shardwright.analysis.batch_norms import is_frozen, iterates, sees_batch
 from shardwright.analysis.model_graph import ModelGraph
-from shardwright.analysis.reached import tensors_outside
-from shardwright.analysis.structure import kind_of
+from shardwright.analysis.objects.reached import tensors_outside
+from shardwright.analysis.traced.batch_norms import is_frozen, iterates, sees_batch
+from shardwright.analysis.traced.structure import kind_of
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.comm.world import World
 from shardwright.errors import LayoutError, PlanError

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.analysis.structure import is_inside, kind_of
+from shardwright.analysis.traced.structure import is_inside, kind_of
 from shardwright.axes import mesh_axes
 from shardwright.errors import PlanError, fix_for
 from shardwright.formatting import format_bytes

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shardwright.analysis.structure import owners
+from shardwright.analysis.traced.structure import owners
 from shardwright.comm.agreement import check_agreement, first_problem, gather_json
 from shardwright.comm.axis import Axis
 from shardwright.errors import CheckpointError, aligned

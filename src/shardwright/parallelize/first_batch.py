@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwright.analysis.draws import FIRST, Draws, draws_as_known
 from shardwright.analysis.model_graph import ModelGraph
-from shardwright.analysis.weight_readers import read_by_others
+from shardwright.analysis.random_numbers.draws import FIRST, Draws, draws_as_known
+from shardwright.analysis.recorded.weight_readers import read_by_others
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.comm.world import World
 from shardwright.errors import EXAMPLE, PlanError

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from shardwright.analysis.draw_calls import draws_numbers
-from shardwright.analysis.module_calls import given_to
-from shardwright.analysis.operator_results import tensors_of
-from shardwright.analysis.structure import has_hooks_of_user
+from shardwright.analysis.calls.draw_calls import draws_numbers
+from shardwright.analysis.on_meta.module_calls import given_to
+from shardwright.analysis.on_meta.operator_results import tensors_of
+from shardwright.analysis.traced.structure import has_hooks_of_user
 from shardwright.comm.agreement import Difference, check_agreement, tensor_digest
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
-from shardwright.analysis.reached import tensors_outside
-from shardwright.analysis.structure import owners
+from shardwright.analysis.objects.reached import tensors_outside
+from shardwright.analysis.traced.structure import owners
 from shardwright.errors import PlanError
 from shardwright.initial_values import recorded_values
 from shardwright.initial_values.recorded_writes import RecordedValues, numbers_from

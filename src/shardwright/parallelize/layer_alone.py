@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from shardwright.analysis.structure import is_exactly, runs_as
+from shardwright.analysis.traced.structure import is_exactly, runs_as
 from shardwright.comm.autograd import cut_to_whole, whole_to_cut
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World

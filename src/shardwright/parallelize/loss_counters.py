@@ -9,7 +9,7 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 
-from shardwright.analysis.reached import attributes
+from shardwright.analysis.objects.reached import attributes
 from shardwright.errors import explain
 from shardwright.layout import Layout
 from shardwright.parallelize.loss_settings import MOST_ENTRIES, entries_of, settings_of

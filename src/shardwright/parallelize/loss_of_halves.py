@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwright.analysis.copying import copied
-from shardwright.analysis.hidden_outputs import hidden_tensors
-from shardwright.analysis.meta_values import RANDOM
-from shardwright.analysis.sample_mixing import has_list
+from shardwright.analysis.objects.copying import copied
+from shardwright.analysis.on_meta.hidden_outputs import hidden_tensors
+from shardwright.analysis.on_meta.meta_values import RANDOM
+from shardwright.analysis.samples.sample_mixing import has_list
 from shardwright.dispatch_mode import DispatchMode, is_collective
 from shardwright.models.losses import sum_and_count
 from shardwright.parallelize.repeated_calls import may_be_repeated

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwright.analysis.reached import ATOMS
+from shardwright.analysis.objects.reached import ATOMS
 from shardwright.models.given_loss import FunctionLoss, SumLoss
 
 MOST_ENTRIES = 100

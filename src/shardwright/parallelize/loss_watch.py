@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.model_graph import ModelGraph
-from shardwright.analysis.own_attributes import own_attributes
-from shardwright.analysis.reached import ATOMS, code_objects, reached
+from shardwright.analysis.objects.own_attributes import own_attributes
+from shardwright.analysis.objects.reached import ATOMS, code_objects, reached
 from shardwright.errors import PlanError
 from shardwright.forward_stack import STACK
 from shardwright.parallelize.loss_settings import FOLLOWED, MOST_ENTRIES, entries_of, entry_at

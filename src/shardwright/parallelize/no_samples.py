@@ -9,10 +9,10 @@ from weakref import ref
 import torch
 from torch import nn
 
-from shardwright.analysis.marked_inputs import map_samples, packed_in
-from shardwright.analysis.meta_device import on_meta
-from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.operator_results import map_tensors
+from shardwright.analysis.objects.marked_inputs import map_samples, packed_in
+from shardwright.analysis.on_meta.meta_device import on_meta
+from shardwright.analysis.on_meta.module_calls import call_model
+from shardwright.analysis.on_meta.operator_results import map_tensors
 from shardwright.errors import PlanError
 from shardwright.formatting import first_line
 from shardwright.parallelize.planning import narrow_model, without_storage

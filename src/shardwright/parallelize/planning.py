@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwright.analysis.batch_norms import ignore_batch_statistics
-from shardwright.analysis.copying import copied
-from shardwright.analysis.kept_traces import traces_kept
-from shardwright.analysis.marked_inputs import map_samples, marks_in, packed_in, sample_tensors
-from shardwright.analysis.meta_values import keep_values
 from shardwright.analysis.model_graph import KeptRuns, ModelGraph
-from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
-from shardwright.analysis.operator_results import cloned, tensors_of
-from shardwright.analysis.reached import unregistered
+from shardwright.analysis.objects.copying import copied
+from shardwright.analysis.objects.marked_inputs import map_samples, marks_in, packed_in, sample_tensors
+from shardwright.analysis.objects.reached import unregistered
+from shardwright.analysis.on_meta.meta_values import keep_values
+from shardwright.analysis.on_meta.module_calls import ModuleCall, ModuleCalls, record_module_calls
+from shardwright.analysis.on_meta.operator_results import cloned, tensors_of
+from shardwright.analysis.traced.batch_norms import ignore_batch_statistics
+from shardwright.analysis.traced.kept_traces import traces_kept
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.errors import EXAMPLE, GridError, LayoutError, PlanError, ShardError, UnknownCodeError
 from shardwright.forward_stack import Rung

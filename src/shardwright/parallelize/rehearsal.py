@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from shardwright.analysis.arguments import bind
-from shardwright.analysis.call_graph import prepare, run
-from shardwright.analysis.copying import copied
-from shardwright.analysis.events_chunked import EventsChunked, crossing_name
-from shardwright.analysis.meta_device import on_meta
-from shardwright.analysis.module_calls import may_read_values
-from shardwright.analysis.running_module import following_modules
-from shardwright.analysis.structure import owners
+from shardwright.analysis.calls.running_module import following_modules
+from shardwright.analysis.chunks.arguments import bind
+from shardwright.analysis.chunks.call_graph import prepare, run
+from shardwright.analysis.chunks.events_chunked import EventsChunked, crossing_name
+from shardwright.analysis.objects.copying import copied
+from shardwright.analysis.on_meta.meta_device import on_meta
+from shardwright.analysis.on_meta.module_calls import may_read_values
+from shardwright.analysis.traced.structure import owners
 from shardwright.axes import mesh_axes
 from shardwright.comm.backends.fake import fake_world
 from shardwright.mesh import Coord

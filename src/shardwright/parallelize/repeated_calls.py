@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.analysis.reached import ATOMS, code_objects, reached
+from shardwright.analysis.objects.reached import ATOMS, code_objects, reached
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.analysis.operator_results import tensors_of
+from shardwright.analysis.on_meta.operator_results import tensors_of
 from shardwright.comm.agreement import Difference, check_agreement, first_difference_async, tensor_digest, text_digest
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World

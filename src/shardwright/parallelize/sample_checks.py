@@ -8,10 +8,10 @@ from warnings import warn
 
 from torch import nn
 
-from shardwright.analysis.batch_norms import sees_batch
-from shardwright.analysis.draws import Draws
 from shardwright.analysis.model_graph import ModelGraph
-from shardwright.analysis.sample_mixing import means_within
+from shardwright.analysis.random_numbers.draws import Draws
+from shardwright.analysis.samples.sample_mixing import means_within
+from shardwright.analysis.traced.batch_norms import sees_batch
 from shardwright.comm.world import World
 from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize.loss_watch import objects_of_loss, reads_of

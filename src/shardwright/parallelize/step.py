@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from shardwright.analysis.hidden_outputs import checked_loss
-from shardwright.analysis.marked_inputs import marks_in
-from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.sample_mixing import warn_of_loss
+from shardwright.analysis.objects.marked_inputs import marks_in
+from shardwright.analysis.on_meta.hidden_outputs import checked_loss
+from shardwright.analysis.on_meta.module_calls import call_model
+from shardwright.analysis.samples.sample_mixing import warn_of_loss
 from shardwright.axes import mesh_axes
 from shardwright.comm.axis import Axis
 from shardwright.errors import EXAMPLE, PlanError

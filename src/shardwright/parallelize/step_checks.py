@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwright.analysis.batch_norms import ONE_VALUE, iterates, sees_batch
-from shardwright.analysis.known_modules import MetaForward
-from shardwright.analysis.tracer import line_of
+from shardwright.analysis.traced.batch_norms import ONE_VALUE, iterates, sees_batch
+from shardwright.analysis.traced.known_modules import MetaForward
+from shardwright.analysis.traced.tracer import line_of
 from shardwright.errors import PlanError
 from shardwright.formatting import first_line
 from shardwright.forward_stack import is_composed

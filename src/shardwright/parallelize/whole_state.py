@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from shardwright.analysis.structure import owners
+from shardwright.analysis.traced.structure import owners
 from shardwright.comm.agreement import gather_json, text_digest
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError, ShardError, explain

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from shardwright.analysis.marked_inputs import marks_in
-from shardwright.analysis.operator_results import tensors_of
+from shardwright.analysis.objects.marked_inputs import marks_in
+from shardwright.analysis.on_meta.operator_results import tensors_of
 from shardwright.comm.autograd import cut_to_whole, whole_to_cut
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError

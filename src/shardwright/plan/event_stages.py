@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwright.analysis.costs import Cost
-from shardwright.analysis.events_chunked import EventsChunked
-from shardwright.analysis.forward_events import Draw, record_events
-from shardwright.analysis.meta_values import ValueReadError
+from shardwright.analysis.chunks.costs import Cost
+from shardwright.analysis.chunks.events_chunked import EventsChunked
+from shardwright.analysis.chunks.forward_events import Draw, record_events
+from shardwright.analysis.on_meta.meta_values import ValueReadError
 
 UNEVEN = 1.25
 """The unevenness of a stage above which ``show`` and ``parallelize`` name its costliest call or largest module.

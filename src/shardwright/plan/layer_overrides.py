@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from shardwright.analysis.callers import called_elsewhere, chain_callers
-from shardwright.analysis.known_modules import known_chains
-from shardwright.analysis.structure import (
+from shardwright.analysis.traced.callers import called_elsewhere, chain_callers
+from shardwright.analysis.traced.known_modules import known_chains
+from shardwright.analysis.traced.structure import (
     LayerChain,
     find_chains,
     is_elementwise_module,

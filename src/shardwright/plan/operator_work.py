@@ -2,7 +2,7 @@
 
 The product of an activation and a weight is divided over the axes that cut the weight. An operator without a weight
 among its operands, such as attention scores, is divided over the axes that cut one of its dims: a dim that must be cut
-together with a cut dim of some weight (``analysis/run_axes.py``), such as the heads of queries and keys.
+together with a cut dim of some weight (``analysis/dims/run_axes.py``), such as the heads of queries and keys.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from shardwright.analysis.costs import flops_of
-from shardwright.analysis.recording import Recording, TensorUse
-from shardwright.analysis.run_axes import DimAxis, RunAxes, axes_of, leaves
+from shardwright.analysis.chunks.costs import flops_of
+from shardwright.analysis.dims.run_axes import DimAxis, RunAxes, axes_of, leaves
+from shardwright.analysis.recorded.recording import Recording, TensorUse
 from shardwright.plan.plan import OperatorWork, Plan
 
 _WEIGHT = {"linear": 1, "convolution": 1}
@@ -29,8 +29,8 @@ def operator_work(
 
     >>> import torch
     >>> from torch import nn
-    >>> from shardwright.analysis.record_forward import record_forward
-    >>> from shardwright.analysis.run_axes import axes_of
+    >>> from shardwright.analysis.recorded.record_forward import record_forward
+    >>> from shardwright.analysis.dims.run_axes import axes_of
     >>> from shardwright.layout import Layout
     >>> from shardwright.plan.plan import Job
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).to("meta")

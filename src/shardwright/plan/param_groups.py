@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from shardwright.analysis.module_log import UseEvent
+from shardwright.analysis.recorded.module_log import UseEvent
 
 
 class ParamGroup(NamedTuple):

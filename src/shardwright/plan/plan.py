@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms, uses_batch
-from shardwright.analysis.callers import AllowedCallers
 from shardwright.analysis.model_graph import ModelGraph
-from shardwright.analysis.structure import owners
+from shardwright.analysis.traced.batch_norms import batch_norms, derived_batch_norms, uses_batch
+from shardwright.analysis.traced.callers import AllowedCallers
+from shardwright.analysis.traced.structure import owners
 from shardwright.axes import mesh_axes
 from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError

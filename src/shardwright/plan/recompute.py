@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import nn
 
-from shardwright.analysis.module_calls import ModuleCall, ModuleCalls
+from shardwright.analysis.on_meta.module_calls import ModuleCall, ModuleCalls
 from shardwright.errors import LayoutError, nearest
 from shardwright.layout import Layout
 from shardwright.plan.param_groups import LISTS

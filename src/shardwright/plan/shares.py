@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-from shardwright.analysis.chunks_by_parameter import chunks_by_parameter
+from shardwright.analysis.chunks.chunks_by_parameter import chunks_by_parameter
 from shardwright.axes import layout_axes
 from shardwright.plan.event_stages import UNEVEN, EventStages
 from shardwright.plan.plan import Plan

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardwright.analysis.call_graph import ChunkedModel, read_graph, sites
-from shardwright.analysis.chunks_by_parameter import chunks_by_parameter
-from shardwright.analysis.costs import Cost
+from shardwright.analysis.chunks.call_graph import ChunkedModel, read_graph, sites
+from shardwright.analysis.chunks.chunks_by_parameter import chunks_by_parameter
+from shardwright.analysis.chunks.costs import Cost
 from shardwright.errors import EXAMPLE, LayoutError
 
 DROPOUTS = nn.modules.dropout._DropoutNd

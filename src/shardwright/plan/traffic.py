@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from shardwright.analysis.module_calls import ModuleCalls
+from shardwright.analysis.on_meta.module_calls import ModuleCalls
 from shardwright.comm.recorder import Record, ring_factor
 from shardwright.mesh import Coord
 from shardwright.plan.batch_shard import BatchShard

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shardwright.analysis.batch_norms import ignoring_batch_statistics
-from shardwright.analysis.meta_device import on_meta
-from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.operator_results import tensors_of
+from shardwright.analysis.on_meta.meta_device import on_meta
+from shardwright.analysis.on_meta.module_calls import call_model
+from shardwright.analysis.on_meta.operator_results import tensors_of
+from shardwright.analysis.traced.batch_norms import ignoring_batch_statistics
 from shardwright.parallelize.planning import without_storage
 from shardwright.planner.blocks import AlikeBlocks
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwright.analysis.alike import counters, likeness
+from shardwright.analysis.objects.alike import counters, likeness
 from shardwright.parallelize.planning import without_storage
 
 

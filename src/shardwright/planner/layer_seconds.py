@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from shardwright.analysis.meta_device import on_meta
-from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.on_meta.meta_device import on_meta
+from shardwright.analysis.on_meta.module_calls import call_model
 from shardwright.cost.cluster import Cluster
 from shardwright.dispatch_mode import DispatchMode
 from shardwright.layout import Layout

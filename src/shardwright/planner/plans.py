@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwright.analysis.kept_traces import traces_kept
-from shardwright.analysis.marked_inputs import packed_in
+from shardwright.analysis.objects.marked_inputs import packed_in
+from shardwright.analysis.traced.kept_traces import traces_kept
 from shardwright.axes import layout_axes
 from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwright.analysis.marked_inputs import map_samples
-from shardwright.analysis.operator_results import map_tensors
+from shardwright.analysis.objects.marked_inputs import map_samples
+from shardwright.analysis.on_meta.operator_results import map_tensors
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.errors import LayoutError
 from shardwright.layout import Factor, Layout

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardwright.analysis.reached import code_objects
+from shardwright.analysis.objects.reached import code_objects
 from shardwright.errors import LayoutError, PlanError
 from shardwright.planner.kept_values import StoredMisfit, from_nodes, to_text
 from shardwright.planner.model_digest import described

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwright.analysis.flops import flop_formula
-from shardwright.analysis.operator_results import run_on_meta, tensors_of
+from shardwright.analysis.calls.flops import flop_formula
+from shardwright.analysis.on_meta.operator_results import run_on_meta, tensors_of
 from shardwright.comm.collective_call import CollectiveCall
 from shardwright.cost.operators import OperatorRecord
 from shardwright.devices import HOST

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.analysis.batch_norms import ignoring_batch_statistics
-from shardwright.analysis.meta_device import on_meta
-from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.operator_results import tensors_of
-from shardwright.analysis.recording import Recording
+from shardwright.analysis.on_meta.meta_device import on_meta
+from shardwright.analysis.on_meta.module_calls import call_model
+from shardwright.analysis.on_meta.operator_results import tensors_of
+from shardwright.analysis.recorded.recording import Recording
+from shardwright.analysis.traced.batch_norms import ignoring_batch_statistics
 from shardwright.axes import mesh_axes
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Factor, Layout

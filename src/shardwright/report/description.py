@@ -12,8 +12,8 @@ from itertools import chain, product
 from math import prod
 from typing import Any
 
-from shardwright.analysis.costs import FLOPS_PER_S
-from shardwright.analysis.structure import owners
+from shardwright.analysis.chunks.costs import FLOPS_PER_S
+from shardwright.analysis.traced.structure import owners
 from shardwright.axes import mesh_axes
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout

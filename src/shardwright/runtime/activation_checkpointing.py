@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from shardwright.analysis.reentrant_checkpoints import is_without_reentry, without_reentry
-from shardwright.analysis.structure import BATCH_NORMS, kind_of
+from shardwright.analysis.calls.reentrant_checkpoints import is_without_reentry, without_reentry
+from shardwright.analysis.traced.structure import BATCH_NORMS, kind_of
 from shardwright.axes import mesh_axes
 from shardwright.comm.autograd import refuses_hooks
 from shardwright.errors import PlanError

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from shardwright.analysis.batch_norms import is_frozen
+from shardwright.analysis.traced.batch_norms import is_frozen
 from shardwright.errors import PlanError
 from shardwright.tensor_bytes import bytes_of
 

@@ -32,7 +32,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves
 
-from shardwright.analysis.structure import has_hooks, kind_of
+from shardwright.analysis.traced.structure import has_hooks, kind_of
 from shardwright.comm.agreement import first_problem
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.analysis.structure import runs_as
+from shardwright.analysis.traced.structure import runs_as
 from shardwright.forward_stack import Forward, Rung, wrap
 
 NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

@@ -39,11 +39,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwright.analysis.autograd_graph import leaves_behind
-from shardwright.analysis.draw_calls import RefusesRandomNumbers
-from shardwright.analysis.marked_inputs import hint_of_samples, unmarked
-from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.reentrant_checkpoints import without_reentry
+from shardwright.analysis.calls.autograd_graph import leaves_behind
+from shardwright.analysis.calls.draw_calls import RefusesRandomNumbers
+from shardwright.analysis.calls.reentrant_checkpoints import without_reentry
+from shardwright.analysis.objects.marked_inputs import hint_of_samples, unmarked
+from shardwright.analysis.on_meta.module_calls import call_model
 from shardwright.axes import mesh_axes
 from shardwright.devices import Moment
 from shardwright.errors import ExplainedError, PlanError

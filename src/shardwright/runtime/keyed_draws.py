@@ -3,7 +3,7 @@
 Functions that draw (``functional.dropout``, attention with ``dropout_p``, ``torch.rand``, ...) run under
 :class:`KeyedDraws`, which computes each number from the seed, the step, the module and the number of its call, the
 number of the draw in that call, the sample, and the element's index within the sample. Where a tensor has its samples
-is known from the recorded run (``analysis/draws.py``). Only the modules that draw run under it.
+is known from the recorded run (``analysis/random_numbers/draws.py``). Only the modules that draw run under it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, handle_torch_function
 
-from shardwright.analysis.checkpoint_calls import checkpoint_call, checkpoints_around, saved_by
-from shardwright.analysis.draw_calls import DrawCall, draw_of, in_multihead
-from shardwright.analysis.draws import ALONE, FIRST, MIXED, SELECTED, Draws, SamplePlace
-from shardwright.analysis.structure import is_inside
+from shardwright.analysis.calls.checkpoint_calls import checkpoint_call, checkpoints_around, saved_by
+from shardwright.analysis.calls.draw_calls import DrawCall, draw_of, in_multihead
+from shardwright.analysis.random_numbers.draws import ALONE, FIRST, MIXED, SELECTED, Draws, SamplePlace
+from shardwright.analysis.traced.structure import is_inside
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Forward, Rung, wrap
 from shardwright.keyed_dropout import KEYED, key_dropout, with_samples_in_dim_1

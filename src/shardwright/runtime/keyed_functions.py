@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.analysis.draw_calls import DrawCall
+from shardwright.analysis.calls.draw_calls import DrawCall
 from shardwright.attention_scores import attend_dropping
 from shardwright.runtime.keyed_numbers import KeyedNumbers
 

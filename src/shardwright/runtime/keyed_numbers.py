@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.analysis.draws import ALONE, SamplePlace
+from shardwright.analysis.random_numbers.draws import ALONE, SamplePlace
 from shardwright.element_hash import HeldDim, random_bits
 from shardwright.errors import EXAMPLE, PlanError
 from shardwright.keyed_dropout import dropout_factors

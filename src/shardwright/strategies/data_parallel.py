@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
+from shardwright.analysis.traced.batch_norms import batch_norms, derived_batch_norms
 from shardwright.axes import LayoutAxis
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from shardwright.analysis.marked_inputs import first_repeated
+from shardwright.analysis.objects.marked_inputs import first_repeated
 from shardwright.errors import PlanError
 from shardwright.models import entry_of
 from shardwright.models.convnet import ConvNetConfig

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright import devices
-from shardwright.analysis.meta_device import on_meta
-from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.on_meta.meta_device import on_meta
+from shardwright.analysis.on_meta.module_calls import call_model
 from shardwright.errors import PlanError
 from shardwright.formatting import first_line, format_bytes
 from shardwright.layout import Layout

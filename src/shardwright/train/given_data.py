@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
-from shardwright.analysis.marked_inputs import is_mark, sample_tensors
+from shardwright.analysis.objects.marked_inputs import is_mark, sample_tensors
 from shardwright.errors import PlanError
 from shardwright.models import FACTORY, load_named
 from shardwright.parallelize.batches import TARGETS, named_parts

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from shardwright import devices
-from shardwright.analysis.costs import time_layers
+from shardwright.analysis.chunks.costs import time_layers
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
 from shardwright.comm.launch import launch

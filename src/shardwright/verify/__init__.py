@@ -4,7 +4,7 @@ The reference is a copy of the plain model, made before any strategy sees it and
 plain torch in one process, on the whole batch at once. If microbatches have batch statistics of their own, the
 reference takes the microbatches one after the other and accumulates gradients. Only the random numbers that the forward
 draws are the library's, since different dropout masks would hide every other difference. If the caller's model is
-changed, ``verify`` raises an error: see ``analysis/left_untouched.py``.
+changed, ``verify`` raises an error: see ``analysis/objects/left_untouched.py``.
 
 The error of a gradient is its largest absolute difference divided by its largest absolute entry, but never by less than
 1e-3 (``FLOOR``) times that of all gradients, or 0.1 (``NARROW_FLOOR``) times for a layout in bf16 or fp16: a gradient
@@ -51,12 +51,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwright.analysis.copying import check_apart
-from shardwright.analysis.left_untouched import left_untouched
-from shardwright.analysis.marked_inputs import unmarked
-from shardwright.analysis.module_calls import call_plainly
-from shardwright.analysis.operator_results import cloned
-from shardwright.analysis.reached import unregistered
+from shardwright.analysis.objects.copying import check_apart
+from shardwright.analysis.objects.left_untouched import left_untouched
+from shardwright.analysis.objects.marked_inputs import unmarked
+from shardwright.analysis.objects.reached import unregistered
+from shardwright.analysis.on_meta.module_calls import call_plainly
+from shardwright.analysis.on_meta.operator_results import cloned
 from shardwright.comm.launch import launch
 from shardwright.comm.limits import Ranks, check_can_start
 from shardwright.comm.world import World

@@ -33,12 +33,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwright.analysis.copying import check_apart
-from shardwright.analysis.device_moves import IgnoresDeviceMoves
-from shardwright.analysis.draws import Draws
-from shardwright.analysis.marked_inputs import map_samples, unmarked
-from shardwright.analysis.module_calls import call_plainly
-from shardwright.analysis.operator_results import cloned
+from shardwright.analysis.objects.copying import check_apart
+from shardwright.analysis.objects.marked_inputs import map_samples, unmarked
+from shardwright.analysis.on_meta.device_moves import IgnoresDeviceMoves
+from shardwright.analysis.on_meta.module_calls import call_plainly
+from shardwright.analysis.on_meta.operator_results import cloned
+from shardwright.analysis.random_numbers.draws import Draws
 from shardwright.models.losses import mean_of, sum_and_count
 from shardwright.models.model_loss import loss_dtype
 from shardwright.parallelize.initialization import place_parameters

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.analysis.structure import kind_of
+from shardwright.analysis.traced.structure import kind_of
 from shardwright.errors import CheckpointError
 from shardwright.weights.files import MOST_INDEX_BYTES, OpenFile, broken, read_json
 from shardwright.weights.targets import COPIED, WeightEntry

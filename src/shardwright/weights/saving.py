@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from shardwright.analysis.structure import owners
+from shardwright.analysis.traced.structure import owners
 from shardwright.comm.agreement import first_problem, gather_json
 from shardwright.comm.axis import Axis
 from shardwright.errors import CheckpointError, PlanError, fix_for

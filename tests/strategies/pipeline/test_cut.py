@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import integers, lists, sampled_from, tuples
 from torch import nn
 
-from shardwright.analysis.costs import total
+from shardwright.analysis.chunks.costs import total
 from shardwright.errors import LayoutError
 from shardwright.strategies.pipeline.cut import cut
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardwright import verify
-from shardwright.analysis.forward_events import record_events
+from shardwright.analysis.chunks.forward_events import record_events
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy

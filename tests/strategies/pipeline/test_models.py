@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import launch, parallelize, time_layers, verify
-from shardwright.analysis.call_graph import CallSite
-from shardwright.analysis.costs import FLOPS_PER_S, Cost, measured
+from shardwright.analysis.chunks.call_graph import CallSite
+from shardwright.analysis.chunks.costs import FLOPS_PER_S, Cost, measured
 from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy, MeanSquaredError

@@ -19,7 +19,7 @@ from contract.cases import (
     check_traffic,
 )
 from shardwright import Layout, launch, load, parallelize, save
-from shardwright.analysis.convolution_chains import find_convolution_chains
+from shardwright.analysis.traced.convolution_chains import find_convolution_chains
 from shardwright.checkpoint.manifest import read as read_manifest
 from shardwright.errors import LayoutError
 from shardwright.parallelize.planning import make_plan

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import verify, without_values
-from shardwright.analysis.structure import find_chains, find_head
+from shardwright.analysis.traced.structure import find_chains, find_head
 from shardwright.layout import Layout
 from shardwright.models import GPT, CrossEntropy, GPTConfig, MeanSquaredError
 from shardwright.parallelize.planning import make_plan

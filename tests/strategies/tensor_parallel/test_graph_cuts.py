@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from shardwright import verify
 from shardwright.analysis.model_graph import ModelGraph
-from shardwright.analysis.recording import Recorded
+from shardwright.analysis.recorded.recording import Recorded
 from shardwright.models import MeanSquaredError
 from shardwright.sharding.tensor_shard import ALL, TensorShard
 from shardwright.strategies.tensor_parallel.call_plans import ShardUse, WriteToShardError, plan_call

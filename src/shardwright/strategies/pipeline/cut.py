@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from shardwright.analysis.arguments import arguments_given
-from shardwright.analysis.call_graph import CallSite, ChunkedModel, read_graph, sites, weights_by_module
-from shardwright.analysis.costs import Cost, counted, measured, total
-from shardwright.analysis.in_place_writes import check_writes
-from shardwright.analysis.structure import trace
-from shardwright.analysis.torch_loops import KNOWN_LOOPS
+from shardwright.analysis.chunks.arguments import arguments_given
+from shardwright.analysis.chunks.call_graph import CallSite, ChunkedModel, read_graph, sites, weights_by_module
+from shardwright.analysis.chunks.costs import Cost, counted, measured, total
+from shardwright.analysis.chunks.in_place_writes import check_writes
+from shardwright.analysis.traced.structure import trace
+from shardwright.analysis.traced.torch_loops import KNOWN_LOOPS
 from shardwright.errors import LayoutError, UnknownCodeError, fix_for
 from shardwright.plan.event_stages import UNEVEN
 from shardwright.plan.stages import DROPOUTS, Stages, is_stateless

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.analysis.arguments import arguments_given
-from shardwright.analysis.call_graph import sites
+from shardwright.analysis.chunks.arguments import arguments_given
+from shardwright.analysis.chunks.call_graph import sites
+from shardwright.analysis.chunks.same_results import difference_from_forward
+from shardwright.analysis.chunks.selected_values import crossing_selection
 from shardwright.analysis.model_graph import ModelGraph
-from shardwright.analysis.reached import reached, unregistered_attributes
-from shardwright.analysis.same_results import difference_from_forward
-from shardwright.analysis.selected_values import crossing_selection
-from shardwright.analysis.structure import is_known, owners
-from shardwright.analysis.tracer import line_of
+from shardwright.analysis.objects.reached import reached, unregistered_attributes
+from shardwright.analysis.traced.structure import is_known, owners
+from shardwright.analysis.traced.tracer import line_of
 from shardwright.errors import LayoutError, PlanError, UnknownCodeError
 from shardwright.formatting import first_line
 from shardwright.forward_stack import Rung

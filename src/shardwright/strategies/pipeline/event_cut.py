@@ -19,19 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwright.analysis.batch_norms import derived_batch_norms
-from shardwright.analysis.call_graph import CallSite, weights_by_module
-from shardwright.analysis.costs import Cost, measured, total
-from shardwright.analysis.draw_calls import DrawCall
-from shardwright.analysis.events_chunked import EventsChunked
-from shardwright.analysis.forward_events import record_events
-from shardwright.analysis.forward_record import ForwardEvent, ForwardRecord
-from shardwright.analysis.marked_inputs import hint_of_samples
-from shardwright.analysis.meta_values import ValueReadError
-from shardwright.analysis.reached import reached, unregistered_attributes
-from shardwright.analysis.same_results import modules_keeping_state
-from shardwright.analysis.structure import has_backward_hooks, has_hooks
-from shardwright.analysis.tracer import line_of
+from shardwright.analysis.calls.draw_calls import DrawCall
+from shardwright.analysis.chunks.call_graph import CallSite, weights_by_module
+from shardwright.analysis.chunks.costs import Cost, measured, total
+from shardwright.analysis.chunks.events_chunked import EventsChunked
+from shardwright.analysis.chunks.forward_events import record_events
+from shardwright.analysis.chunks.forward_record import ForwardEvent, ForwardRecord
+from shardwright.analysis.chunks.same_results import modules_keeping_state
+from shardwright.analysis.objects.marked_inputs import hint_of_samples
+from shardwright.analysis.objects.reached import reached, unregistered_attributes
+from shardwright.analysis.on_meta.meta_values import ValueReadError
+from shardwright.analysis.traced.batch_norms import derived_batch_norms
+from shardwright.analysis.traced.structure import has_backward_hooks, has_hooks
+from shardwright.analysis.traced.tracer import line_of
 from shardwright.errors import LayoutError, PlanError
 from shardwright.formatting import first_line
 from shardwright.plan.event_stages import UNEVEN, EventStages

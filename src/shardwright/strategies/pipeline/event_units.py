@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from shardwright.analysis.call_graph import weights_by_module
-from shardwright.analysis.forward_record import ForwardRecord
-from shardwright.analysis.torch_loops import KNOWN_LOOPS
+from shardwright.analysis.chunks.call_graph import weights_by_module
+from shardwright.analysis.chunks.forward_record import ForwardRecord
+from shardwright.analysis.traced.torch_loops import KNOWN_LOOPS
 
 
 def opened_modules(

@@ -1,9 +1,9 @@
 """Runs the whole forward of a model for one pipeline chunk: only the chunk's own events (calls) compute something.
 
 Calls that belong to other chunks return ghosts without running. A ghost is a tensor on the meta device that stands for
-a value of another chunk (``analysis/forward_events.py``). Where an event of this chunk takes a ghost, it gets the value
-that was received. Every event is compared with a record of the forward, so that a forward which takes another path
-raises before anything wrong is computed.
+a value of another chunk (``analysis/chunks/forward_events.py``). Where an event of this chunk takes a ghost, it gets
+the value that was received. Every event is compared with a record of the forward, so that a forward which takes another
+path raises before anything wrong is computed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from shardwright.analysis.device_moves import DEVICE
-from shardwright.analysis.events_chunked import EventsChunked
-from shardwright.analysis.forward_events import ParameterIndex, below_functions, calls_replaced, function_name
-from shardwright.analysis.forward_record import (
+from shardwright.analysis.chunks.events_chunked import EventsChunked
+from shardwright.analysis.chunks.forward_events import ParameterIndex, below_functions, calls_replaced, function_name
+from shardwright.analysis.chunks.forward_record import (
     ForwardEvent,
     GhostSpec,
     LengthResult,
@@ -32,11 +31,12 @@ from shardwright.analysis.forward_record import (
     tag_value,
     value_name,
 )
-from shardwright.analysis.guards import answer_of_guard
-from shardwright.analysis.hidden_outputs import hidden_tensors, refused_output
-from shardwright.analysis.meta_values import PACK
-from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.operator_results import cloned, map_tensors, tensors_of
+from shardwright.analysis.on_meta.device_moves import DEVICE
+from shardwright.analysis.on_meta.guards import answer_of_guard
+from shardwright.analysis.on_meta.hidden_outputs import hidden_tensors, refused_output
+from shardwright.analysis.on_meta.meta_values import PACK
+from shardwright.analysis.on_meta.module_calls import call_model
+from shardwright.analysis.on_meta.operator_results import cloned, map_tensors, tensors_of
 from shardwright.errors import PlanError
 
 # torch's type stubs declare these properties, which are written in C, as plain attributes without a getter

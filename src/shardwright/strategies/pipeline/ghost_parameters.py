@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.analysis.structure import has_hooks, owners
+from shardwright.analysis.traced.structure import has_hooks, owners
 from shardwright.plan.event_stages import EventStages
 
 

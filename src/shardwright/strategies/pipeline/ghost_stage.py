@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from shardwright.analysis.call_graph import Edge
-from shardwright.analysis.events_chunked import EventsChunked
-from shardwright.analysis.forward_events import ParameterIndex
-from shardwright.analysis.forward_record import ValueName
-from shardwright.analysis.operator_results import tensors_of
+from shardwright.analysis.chunks.call_graph import Edge
+from shardwright.analysis.chunks.events_chunked import EventsChunked
+from shardwright.analysis.chunks.forward_events import ParameterIndex
+from shardwright.analysis.chunks.forward_record import ValueName
+from shardwright.analysis.on_meta.operator_results import tensors_of
 from shardwright.errors import EXAMPLE, LayoutError
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.schedule import Schedule

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from shardwright.analysis.call_graph import Edge
+from shardwright.analysis.chunks.call_graph import Edge
 from shardwright.plan.schedule import Action, Schedule
 
 

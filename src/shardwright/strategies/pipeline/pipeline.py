@@ -32,11 +32,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor, nn
 
-from shardwright.analysis.batch_norms import batch_norms, keeps_state_between_calls
-from shardwright.analysis.call_graph import Edge
-from shardwright.analysis.chunks_by_parameter import chunks_by_parameter
-from shardwright.analysis.copying import copied
-from shardwright.analysis.structure import has_hooks
+from shardwright.analysis.chunks.call_graph import Edge
+from shardwright.analysis.chunks.chunks_by_parameter import chunks_by_parameter
+from shardwright.analysis.objects.copying import copied
+from shardwright.analysis.traced.batch_norms import batch_norms, keeps_state_between_calls
+from shardwright.analysis.traced.structure import has_hooks
 from shardwright.axes import LayoutAxis
 from shardwright.comm.axis import Axis
 from shardwright.devices import HOST

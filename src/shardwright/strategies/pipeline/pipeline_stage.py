@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._pytree import tree_flatten
 
-from shardwright.analysis.call_graph import Edge, Repeat
+from shardwright.analysis.chunks.call_graph import Edge, Repeat
 from shardwright.comm.autograd import once
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.plan import ForwardFrame

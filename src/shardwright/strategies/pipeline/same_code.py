@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from shardwright.analysis.call_graph import ChunkedModel
-from shardwright.analysis.events_chunked import EventsChunked
+from shardwright.analysis.chunks.call_graph import ChunkedModel
+from shardwright.analysis.chunks.events_chunked import EventsChunked
 from shardwright.comm.agreement import check_agreement
 from shardwright.comm.axis import Axis
 from shardwright.errors import EXAMPLE, PlanError, UnknownCodeError
@@ -29,7 +29,7 @@ def lines_of(chunked: ChunkedModel | EventsChunked, schedule: Schedule | None = 
     With ``schedule``, one more line for each stage has the stage's actions.
 
     >>> from torch import nn
-    >>> from shardwright.analysis.call_graph import CallSite, read_graph
+    >>> from shardwright.analysis.chunks.call_graph import CallSite, read_graph
     >>> model = nn.Sequential(nn.ReLU(), nn.Flatten())
     >>> lines_of(ChunkedModel(read_graph(model), {CallSite("0"): 0, CallSite("1"): 1}, 2))[1:3]
     ['chunk 0: _0 = 0(input_1)', 'chunk 1: _1 = 1(_0)']

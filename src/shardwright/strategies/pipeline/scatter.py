@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwright.analysis.arguments import bind
-from shardwright.analysis.call_graph import ChunkedModel, prepare, run
-from shardwright.analysis.copying import copied
-from shardwright.analysis.meta_device import on_meta
-from shardwright.analysis.module_calls import may_read_values
+from shardwright.analysis.chunks.arguments import bind
+from shardwright.analysis.chunks.call_graph import ChunkedModel, prepare, run
+from shardwright.analysis.objects.copying import copied
+from shardwright.analysis.on_meta.meta_device import on_meta
+from shardwright.analysis.on_meta.module_calls import may_read_values
 from shardwright.errors import PlanError
 from shardwright.formatting import first_line
 from shardwright.mesh import balanced
@@ -57,7 +57,7 @@ def whole_shapes(plain: nn.Module, chunked: ChunkedModel, inputs: Any) -> WholeS
 
     Raises: PlanError: the model does not run on the meta device.
 
-    >>> from shardwright.analysis.call_graph import CallSite, read_graph
+    >>> from shardwright.analysis.chunks.call_graph import CallSite, read_graph
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU()).to("meta")
     >>> chunked = ChunkedModel(read_graph(model), {CallSite("0"): 0, CallSite("1"): 1}, 2)
     >>> whole_shapes(model, chunked, torch.ones(5, 2))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from shardwright.analysis.call_graph import ChunkedModel
+from shardwright.analysis.chunks.call_graph import ChunkedModel
 from shardwright.errors import PlanError
 
 CODE = ""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from shardwright.analysis.costs import FLOPS_PER_S, Cost
+from shardwright.analysis.chunks.costs import FLOPS_PER_S, Cost
 from shardwright.errors import LayoutError
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.schedule import Schedule

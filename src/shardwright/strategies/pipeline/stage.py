@@ -1,8 +1,8 @@
 """A pipeline stage at run time for models that can be traced: it runs this rank's chunks and exchanges activations.
 
-Every chunk is run from the model's traced calls (:mod:`~shardwright.analysis.call_graph`), which are traced once for
-each set of arguments and each train/eval mode. A chunk's inputs come from other stages over :class:`P2P`, or from this
-stage's own chunks, without a message.
+Every chunk is run from the model's traced calls (:mod:`~shardwright.analysis.chunks.call_graph`), which are traced once
+for each set of arguments and each train/eval mode. A chunk's inputs come from other stages over :class:`P2P`, or from
+this stage's own chunks, without a message.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwright.analysis.arguments import arguments_given, bind
-from shardwright.analysis.call_graph import ChunkedModel, Edge, PreparedNode, prepare, run
-from shardwright.analysis.own_attributes import own_attributes
-from shardwright.analysis.same_results import difference_from_forward
+from shardwright.analysis.chunks.arguments import arguments_given, bind
+from shardwright.analysis.chunks.call_graph import ChunkedModel, Edge, PreparedNode, prepare, run
+from shardwright.analysis.chunks.same_results import difference_from_forward
+from shardwright.analysis.objects.own_attributes import own_attributes
 from shardwright.errors import PlanError, UnknownCodeError
 from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages

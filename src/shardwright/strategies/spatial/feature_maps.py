@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwright.analysis.batch_norms import batch_norms
-from shardwright.analysis.module_calls import ModuleCall, given_to
+from shardwright.analysis.on_meta.module_calls import ModuleCall, given_to
+from shardwright.analysis.traced.batch_norms import batch_norms
 from shardwright.comm.autograd import once, sum_gradient, whole_to_cut
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardwright.analysis.convolution_chains import CONVOLUTIONS
+from shardwright.analysis.traced.convolution_chains import CONVOLUTIONS
 from shardwright.comm.axis import Axis
 from shardwright.operators.batch_norm import shared_group_norm
 from shardwright.operators.halo import (

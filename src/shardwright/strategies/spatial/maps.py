@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
-from shardwright.analysis.convolution_chains import CONVOLUTIONS
-from shardwright.analysis.structure import (
+from shardwright.analysis.traced.convolution_chains import CONVOLUTIONS
+from shardwright.analysis.traced.structure import (
     BATCH_NORMS,
     COMBINING,
     COMBINING_METHODS,

@@ -28,9 +28,9 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from shardwright.analysis.convolution_chains import CONVOLUTIONS
-from shardwright.analysis.module_calls import given_to
-from shardwright.analysis.structure import owners
+from shardwright.analysis.on_meta.module_calls import given_to
+from shardwright.analysis.traced.convolution_chains import CONVOLUTIONS
+from shardwright.analysis.traced.structure import owners
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
 from shardwright.forward_stack import Rung

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.analysis.batch_norms import batch_norms
-from shardwright.analysis.callers import plain_containers
+from shardwright.analysis.traced.batch_norms import batch_norms
+from shardwright.analysis.traced.callers import plain_containers
 from shardwright.comm.autograd import cut_to_whole
 from shardwright.comm.axis import Axis
 from shardwright.forward_stack import Forward, Rung, record, set_forward

@@ -8,8 +8,8 @@ from functools import partial
 from math import prod
 from typing import Any, ClassVar
 
-from shardwright.analysis.known_modules import is_plain_attention
-from shardwright.analysis.module_calls import ModuleCall
+from shardwright.analysis.on_meta.module_calls import ModuleCall
+from shardwright.analysis.traced.known_modules import is_plain_attention
 from shardwright.errors import LayoutError
 from shardwright.forward_stack import Rung, record
 from shardwright.mesh import Coord

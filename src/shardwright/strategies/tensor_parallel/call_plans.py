@@ -1,7 +1,7 @@
 """Plans one call of a function on tensor shards: the operators that run on shards, and the collectives.
 
 The function is run once on meta tensors of the whole shapes; the dims of its operators are read from the table of
-``analysis/operator_dims.py``. For each operator the plan says what happens to its operands before it runs:
+``analysis/dims/operator_dims.py``. For each operator the plan says what happens to its operands before it runs:
 
     copy     a whole operand of cut work: its gradient is a partial sum, which the backward adds up
     slice    a whole operand where a shard is needed
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwright.analysis.dim_letters import DimLetters, Dims, Role
-from shardwright.analysis.operator_dims import DimRelation, relation_of
-from shardwright.analysis.recording import PRODUCTS, Recorded, RecordedCall, TensorUse
+from shardwright.analysis.dims.dim_letters import DimLetters, Dims, Role
+from shardwright.analysis.dims.operator_dims import DimRelation, relation_of
+from shardwright.analysis.recorded.recording import PRODUCTS, Recorded, RecordedCall, TensorUse
 from shardwright.dispatch_mode import without_dispatch_modes
 from shardwright.operators.partly_shared import partly_shared_product
 from shardwright.sharding.tensor_shard import ALL, TensorShard, num_held, shard_of

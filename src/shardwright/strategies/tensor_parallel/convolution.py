@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwright.analysis.batch_norms import batch_norms
-from shardwright.analysis.convolution_chains import ConvolutionChain, find_convolution_chains
-from shardwright.analysis.module_calls import ModuleCall
-from shardwright.analysis.structure import owners
+from shardwright.analysis.on_meta.module_calls import ModuleCall
+from shardwright.analysis.traced.batch_norms import batch_norms
+from shardwright.analysis.traced.convolution_chains import ConvolutionChain, find_convolution_chains
+from shardwright.analysis.traced.structure import owners
 from shardwright.forward_stack import Rung
 from shardwright.operators.batch_norm import share_statistics
 from shardwright.operators.convolution import CutConvolution

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from shardwright.analysis.module_calls import ModuleCall
+from shardwright.analysis.on_meta.module_calls import ModuleCall
 from shardwright.mesh import Coord
 from shardwright.operators.linear import weight_of
 from shardwright.operators.vocabulary import cut_embedding

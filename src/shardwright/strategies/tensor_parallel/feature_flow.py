@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, fx, nn
 
-from shardwright.analysis.structure import (
+from shardwright.analysis.traced.structure import (
     COMBINING,
     COMBINING_METHODS,
     ELEMENTWISE_FUNCTIONS,
@@ -273,7 +273,7 @@ def follow(
     With ``parts`` 1 features are whole between layers. ``chains`` are the pairs of column- and row-parallel layers,
     ``kept_whole`` the modules that are not cut, and ``head`` is the layer whose classes the loss takes cut.
 
-    >>> from shardwright.analysis.structure import find_chains
+    >>> from shardwright.analysis.traced.structure import find_chains
     >>> model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.LayerNorm(4))
     >>> for path, use in follow(model, 2, find_chains(model), frozenset(), None).uses.items():
     ...     print(path, use.kind, use.takes_cut, use.gives_cut)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.analysis.module_calls import ModuleCall
+from shardwright.analysis.on_meta.module_calls import ModuleCall
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Rung, record
 from shardwright.plan.traffic import Traffic

@@ -13,9 +13,9 @@ from math import prod
 
 from torch import nn
 
-from shardwright.analysis.recording import PRODUCTS, Recording
-from shardwright.analysis.run_axes import RunAxes, leaves
-from shardwright.analysis.structure import has_hooks
+from shardwright.analysis.dims.run_axes import RunAxes, leaves
+from shardwright.analysis.recorded.recording import PRODUCTS, Recording
+from shardwright.analysis.traced.structure import has_hooks
 
 
 def gather_output_layers(

@@ -24,13 +24,13 @@ from typing import NamedTuple
 
 from torch import nn
 
-from shardwright.analysis.batch_norms import batch_norms
-from shardwright.analysis.dim_letters import Role
-from shardwright.analysis.reached import tensors_outside
-from shardwright.analysis.recording import PRODUCTS, RecordedCall, Recording, TensorUse
-from shardwright.analysis.run_axes import CLASSES, AxisUse, DimAxis, RunAxes, axes_of, labels_of, leaves, root
-from shardwright.analysis.structure import has_hooks
-from shardwright.analysis.weight_readers import readers_of
+from shardwright.analysis.dims.dim_letters import Role
+from shardwright.analysis.dims.run_axes import CLASSES, AxisUse, DimAxis, RunAxes, axes_of, labels_of, leaves, root
+from shardwright.analysis.objects.reached import tensors_outside
+from shardwright.analysis.recorded.recording import PRODUCTS, RecordedCall, Recording, TensorUse
+from shardwright.analysis.recorded.weight_readers import readers_of
+from shardwright.analysis.traced.batch_norms import batch_norms
+from shardwright.analysis.traced.structure import has_hooks
 from shardwright.mesh import balanced
 from shardwright.plan.shares import LEAST
 from shardwright.sharding.tensor_shard import ALL, TensorShard, shard_of

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from shardwright.analysis.module_calls import ModuleCall
-from shardwright.analysis.structure import LayerChain
+from shardwright.analysis.on_meta.module_calls import ModuleCall
+from shardwright.analysis.traced.structure import LayerChain
 from shardwright.errors import PlanError
 from shardwright.formatting import format_bytes, format_count
 from shardwright.forward_stack import Rung, wrap

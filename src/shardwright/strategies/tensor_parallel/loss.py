@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.analysis.module_calls import ModuleCall
+from shardwright.analysis.on_meta.module_calls import ModuleCall
 from shardwright.models.losses import CrossEntropy
 from shardwright.operators.vocabulary import cut_cross_entropy
 from shardwright.plan.plan import LOSS, OUTPUT, ActivationCut

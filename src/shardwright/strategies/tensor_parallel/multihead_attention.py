@@ -18,9 +18,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
-from shardwright.analysis.known_modules import is_known_attention
-from shardwright.analysis.module_calls import ModuleCall
-from shardwright.analysis.structure import is_exactly
+from shardwright.analysis.on_meta.module_calls import ModuleCall
+from shardwright.analysis.traced.known_modules import is_known_attention
+from shardwright.analysis.traced.structure import is_exactly
 from shardwright.formatting import format_bytes, format_count
 from shardwright.mesh import Coord
 from shardwright.operators.attention import head_rows, head_slices, query_heads

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from shardwright.analysis.module_calls import ModuleCall
+from shardwright.analysis.on_meta.module_calls import ModuleCall
 from shardwright.operators.norms import FEATURE_NORMS, feature_norm_of
 from shardwright.plan.plan import Shard
 from shardwright.plan.traffic import Traffic

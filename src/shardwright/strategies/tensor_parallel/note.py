@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shardwright.analysis.module_calls import ModuleCall
+from shardwright.analysis.on_meta.module_calls import ModuleCall
 from shardwright.plan.plan import Plan
 from shardwright.plan.traffic import Traffic
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
-from shardwright.analysis.checkpoint_calls import prepare_checkpoint
-from shardwright.analysis.structure import BATCH_NORMS, is_inside, kind_of, owners
+from shardwright.analysis.calls.checkpoint_calls import prepare_checkpoint
+from shardwright.analysis.traced.batch_norms import batch_norms, derived_batch_norms
+from shardwright.analysis.traced.structure import BATCH_NORMS, is_inside, kind_of, owners
 from shardwright.comm.autograd import cut_to_shared
 from shardwright.comm.axis import Axis
 from shardwright.forward_stack import Forward, Rung, wrap

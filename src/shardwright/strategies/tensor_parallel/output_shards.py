@@ -21,9 +21,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwright.analysis.autograd_graph import nodes_behind
-from shardwright.analysis.meta_device import meta_copy, on_meta
-from shardwright.analysis.structure import has_hooks_of_user
+from shardwright.analysis.calls.autograd_graph import nodes_behind
+from shardwright.analysis.on_meta.meta_device import meta_copy, on_meta
+from shardwright.analysis.traced.structure import has_hooks_of_user
 from shardwright.dispatch_mode import without_dispatch_modes
 from shardwright.forward_stack import Forward, Rung, rename, wrap
 from shardwright.models.model_loss import ModelLoss

@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 from torch import Tensor, nn
 
-from shardwright.analysis.callers import AllowedCallers, chain_callers
-from shardwright.analysis.convolution_chains import CONVOLUTIONS
-from shardwright.analysis.structure import is_inside, owners
+from shardwright.analysis.traced.callers import AllowedCallers, chain_callers
+from shardwright.analysis.traced.convolution_chains import CONVOLUTIONS
+from shardwright.analysis.traced.structure import is_inside, owners
 from shardwright.errors import GridError, LayoutError
 from shardwright.forward_stack import Rung
 from shardwright.plan.plan import INPUT, OUTPUT, Job, Plan

@@ -9,9 +9,9 @@ from math import prod
 
 from torch import nn
 
-from shardwright.analysis.known_modules import attention_layers, is_plain_attention
 from shardwright.analysis.model_graph import RecordedRun
-from shardwright.analysis.structure import LayerChain, find_head, is_exactly, is_known, owners, registered_twice
+from shardwright.analysis.traced.known_modules import attention_layers, is_plain_attention
+from shardwright.analysis.traced.structure import LayerChain, find_head, is_exactly, is_known, owners, registered_twice
 from shardwright.errors import GridError
 from shardwright.forward_stack import Rung
 from shardwright.models.attention import Attention

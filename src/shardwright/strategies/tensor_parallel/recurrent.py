@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardwright.analysis.recurrent_calls import GATES, CellKind, RecurrentCall, recurrent_call
+from shardwright.analysis.calls.recurrent_calls import GATES, CellKind, RecurrentCall, recurrent_call
 from shardwright.comm.autograd import cut_to_gathered, cut_to_shared, cut_to_whole
 from shardwright.sharding.tensor_shard import is_in_blocks, shard_of, tag, tagged
 from shardwright.strategies.tensor_parallel.call_plans import OperandChange

@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from shardwright.analysis.module_calls import ModuleCall
-from shardwright.analysis.structure import (
+from shardwright.analysis.on_meta.module_calls import ModuleCall
+from shardwright.analysis.traced.structure import (
     COMBINING,
     COMBINING_METHODS,
     ELEMENTWISE_FUNCTIONS,

@@ -23,9 +23,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from shardwright.analysis.checkpoint_calls import prepare_checkpoint, saved_by
-from shardwright.analysis.meta_values import ValueReadError
-from shardwright.analysis.recurrent_calls import RECURRENT
+from shardwright.analysis.calls.checkpoint_calls import prepare_checkpoint, saved_by
+from shardwright.analysis.calls.recurrent_calls import RECURRENT
+from shardwright.analysis.on_meta.meta_values import ValueReadError
 from shardwright.comm.autograd import cut_to_whole, sum_gradient, whole_to_cut
 from shardwright.comm.axis import Axis
 from shardwright.dispatch_mode import without_dispatch_modes

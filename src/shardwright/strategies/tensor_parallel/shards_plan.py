@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.analysis.recording import Recording
-from shardwright.analysis.structure import has_hooks, owners
+from shardwright.analysis.recorded.recording import Recording
+from shardwright.analysis.traced.structure import has_hooks, owners
 from shardwright.forward_stack import Rung
 from shardwright.mesh import balanced
 from shardwright.plan.operator_work import operator_work

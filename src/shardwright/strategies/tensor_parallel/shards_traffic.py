@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwright.analysis.copying import copied
-from shardwright.analysis.meta_device import on_meta
-from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.running_module import following_modules
+from shardwright.analysis.calls.running_module import following_modules
+from shardwright.analysis.objects.copying import copied
+from shardwright.analysis.on_meta.meta_device import on_meta
+from shardwright.analysis.on_meta.module_calls import call_model
 from shardwright.comm.backends.fake import fake_world
 from shardwright.comm.recorder import Record
 from shardwright.mesh import Coord

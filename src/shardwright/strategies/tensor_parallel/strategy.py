@@ -10,10 +10,10 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from shardwright.analysis.hidden_outputs import refused_output
-from shardwright.analysis.marked_inputs import marks_in
-from shardwright.analysis.structure import has_hooks, is_inside, is_known, owners
-from shardwright.analysis.weight_readers import read_by_others
+from shardwright.analysis.objects.marked_inputs import marks_in
+from shardwright.analysis.on_meta.hidden_outputs import refused_output
+from shardwright.analysis.recorded.weight_readers import read_by_others
+from shardwright.analysis.traced.structure import has_hooks, is_inside, is_known, owners
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError
 from shardwright.mesh import Coord

@@ -1,7 +1,7 @@
 """Translates the cut of a tensor's dim into cuts of the dim letters (as in einsum) that make up the dim, and back.
 
-A letter is an axis of a recorded run (``analysis/run_axes.py``): a dim that a view has merged has several. A cut, as
-in ``sharding/tensor_shard.py``, has a label for each index: the rank that holds it.
+A letter is an axis of a recorded run (``analysis/dims/run_axes.py``): a dim that a view has merged has several. A cut,
+as in ``sharding/tensor_shard.py``, has a label for each index: the rank that holds it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from shardwright.analysis.dim_letters import Concat, Dim, DimLetters
-from shardwright.analysis.run_axes import spread
+from shardwright.analysis.dims.dim_letters import Concat, Dim, DimLetters
+from shardwright.analysis.dims.run_axes import spread
 from shardwright.sharding.tensor_shard import ALL
 
 

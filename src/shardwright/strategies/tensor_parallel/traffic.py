@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 
-from shardwright.analysis.module_calls import ModuleCall
+from shardwright.analysis.on_meta.module_calls import ModuleCall
 from shardwright.mesh import Coord
 from shardwright.plan.batch_shard import BatchShard, RowMoves
 from shardwright.plan.plan import Plan

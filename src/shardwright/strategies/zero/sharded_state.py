@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardwright.analysis.structure import owners
+from shardwright.analysis.traced.structure import owners
 from shardwright.comm.agreement import Difference, PendingDifference, compare_async
 from shardwright.comm.axis import Axis
 from shardwright.comm.pending import Pending

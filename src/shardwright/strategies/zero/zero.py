@@ -39,9 +39,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar, Literal
 
-from shardwright.analysis.module_log import UseEvent
-from shardwright.analysis.recording import Recording
-from shardwright.analysis.structure import owners
+from shardwright.analysis.recorded.module_log import UseEvent
+from shardwright.analysis.recorded.recording import Recording
+from shardwright.analysis.traced.structure import owners
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
 from shardwright.forward_stack import Rung
