@@ -113,7 +113,7 @@ class RecordedRun:
         return len(kinds) == 1 and next(iter(kinds))[0] == 0 and len(draws) == self.recording.num_samples
 
 
-class KeptRuns:
+class RecordStore:
     """Recorded forwards that graphs share, if their model is one and their examples have samples of the same shapes."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class ModelGraph:
     example: Any
     values: Any = None
     is_as_trained: bool = False
-    kept: KeptRuns = field(default_factory=KeptRuns, repr=False, compare=False)
+    kept: RecordStore = field(default_factory=RecordStore, repr=False, compare=False)
     """Where forwards on samples without values are kept; graphs that are given the same one share them."""
 
     @property

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwright.analysis.model_graph import KeptRuns, ModelGraph
+from shardwright.analysis.model_graph import ModelGraph, RecordStore
 from shardwright.analysis.objects.copying import copied
 from shardwright.analysis.objects.marked_inputs import map_samples, marks_in, packed_in, sample_tensors
 from shardwright.analysis.objects.reached import unregistered
@@ -234,7 +234,7 @@ def job_for(
     inputs: Any = None,
     num_tokens: int = NUM_TOKENS,
     roles: Mapping[str, str] = MappingProxyType({}),
-    kept: KeptRuns | None = None,
+    kept: RecordStore | None = None,
 ) -> Job:
     """Returns the :class:`Job` (model, loss, sizes) for planning with batches like ``inputs``, a global batch.
 
@@ -254,7 +254,7 @@ def job_for(
         example = on_device(share, torch.device("meta"))
         has_values = not any(tensor.is_meta for tensor in tensors_of(share))
         values = on_device(share, torch.device("cpu")) if has_values else None
-        graph = ModelGraph(model, example, values, kept=KeptRuns() if kept is None else kept)
+        graph = ModelGraph(model, example, values, kept=RecordStore() if kept is None else kept)
     stages = stages_by_device(model) if has_stages(layout) else ()
     return Job(model, loss, num_tokens, num_samples, roles, example, graph, stages)
 

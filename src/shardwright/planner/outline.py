@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwright.analysis.model_graph import KeptRuns
+from shardwright.analysis.model_graph import RecordStore
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.layout import Factor, Layout
 from shardwright.parallelize.planning import make_plan
@@ -66,7 +66,7 @@ class RehearsalState:
     recomputed_blocks_differ: bool = False
     """Whether a recomputed block was seen to hold other bytes where it was the first or the last one. If so, layouts
     with recomputation are rehearsed with two and three blocks, of which one has others before and after it."""
-    runs: KeptRuns = field(default_factory=KeptRuns)
+    runs: RecordStore = field(default_factory=RecordStore)
     """The recorded forwards of the model and of shortened ones."""
 
 

@@ -64,7 +64,7 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
     ``flow`` has the samples picked by number (:func:`follow_samples`). It may be empty, for example where some inputs
     have something other than samples in dim 0; then none of these are reported.
     """
-    of_run = _Meetings(recording, axes)
+    of_run = _MeetingSearch(recording, axes)
     causes = [cause for call in recording.calls if call.operands for cause in of_run.causes_of(call)]
     causes += of_run.buffers_set_anew()
     causes += of_run.rows_in_two_orders()
@@ -77,7 +77,7 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
     return dict.fromkeys(causes)
 
 
-class _Meetings:
+class _MeetingSearch:
     """Looks at the operators of one record: ``sums`` are values summed over samples, with the operator that summed."""
 
     def __init__(self, recording: Recording, axes: RunAxes) -> None:
