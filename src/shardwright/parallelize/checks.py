@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +69,7 @@ def check_model(model: nn.Module) -> None:
     These are models that another wrapper or compiler has changed, and those with lazy parameters, hooks on gradients,
     sparse tensors or gradients, or tensors computed from parameters.
     """
+    _check_listing(model)
     _check_plain(model)
     for name, parameter in model.named_parameters():
         lazy: bool = is_lazy(parameter)
@@ -112,6 +114,35 @@ def check_model(model: nn.Module) -> None:
                     "parametrizations",
                     fix="compute it in forward, or keep the tensor out of the module",
                 )
+
+
+def _check_listing(model: nn.Module) -> None:
+    """Raises PlanError for modules whose own ``parameters`` or ``named_parameters`` lists others than torch's.
+
+    An optimizer over such a list would train these alone, and a run trains all that require gradients.
+    """
+    for path, module in nn.Module.named_modules(model):
+        for name in ("parameters", "named_parameters"):
+            listed, own = getattr(nn.Module, name), getattr(type(module), name)
+            if own is listed or name in module._modules:
+                continue
+            try:
+                is_alike = {*map(id, _values(own(module, recurse=True)))} == {*map(id, _values(listed(module)))}
+            except Exception:  # whatever the user's code raises, it does not list them as torch does
+                is_alike = False
+            if not is_alike:
+                what = f"the module '{path}'" if path else "the model"
+                raise PlanError(
+                    f"{what} has a method {name}() of its own, which lists other parameters than its modules have",
+                    given=f"{type(module).__name__}.{name}",
+                    allowed="the method of nn.Module, or one that takes recurse= and lists the same parameters",
+                    fix="leave out the method, and freeze what is not to be trained: parameter.requires_grad_(False)",
+                )
+
+
+def _values(listed: Iterable[Any]) -> Iterator[Any]:
+    """Yields the parameters of a list of them, or of pairs of a name and a parameter."""
+    return (entry[1] if isinstance(entry, tuple) else entry for entry in listed)
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -244,12 +275,16 @@ def check_held(model: nn.Module, plan: Plan) -> None:
         owner = name.rpartition(".")[0]
         own = not in_compute and held.get(id(parameter), "").startswith(f"{owner}." if owner else "")
         if id(parameter) in held and cut and not own:
+            holder = held[id(parameter)]
+            is_optimizers = ".param_groups[" in holder
             raise LayoutError(
                 f"the parameter '{name}' would be sharded where other code uses it whole",
-                given=f"{held[id(parameter)]}, which holds it, under {plan.layout}: sharded over {', '.join(cut)}",
+                given=f"{holder}, which holds it, under {plan.layout}: sharded over {', '.join(cut)}",
                 allowed="parameters that code reads from the module that owns them",
-                fix="read it as module.weight where it is used, or choose a layout that leaves it whole, such as dp2",
-            )
+                fix=("make the optimizer outside of the model, by run.optimizer" if is_optimizers
+                     else "read it as module.weight where it is used") + ", or choose a layout that leaves the "
+                "parameter whole, such as dp2",
+            )  # fmt: skip
 
 
 def check_world(plan: Plan, world: World) -> None:

@@ -13,7 +13,8 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from types import BuiltinMethodType, CellType, FunctionType, MethodType
+from pickle import PickleError
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,7 @@ from shardwright.analysis.objects.reached import (
     unregistered_attributes,
 )
 from shardwright.errors import PlanError
+from shardwright.formatting import first_line
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -82,7 +84,8 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
         namespace = memo[id(module)].__dict__
         for name, value in vars(module).items():
             kind = type(value)
-            if kind in ATOMS or kind is staticmethod:  # deepcopy refuses static methods, which are rebuilt below
+            # deepcopy refuses static methods, which are rebuilt below, and imported modules and scripted functions
+            if kind in ATOMS or kind is staticmethod or isinstance(value, ModuleType | torch.jit.ScriptFunction):
                 namespace[name] = value
             elif isinstance(value, Tensor) and value.layout != torch.strided:  # deepcopy refuses compressed tensors
                 namespace[name] = memo.setdefault(id(value), value.detach().clone())
@@ -92,10 +95,23 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
                 items = ((key, None if entry is None else memo[id(entry)]) for key, entry in value.items())
                 namespace[name] = memo.setdefault(id(value), kind(items))
             else:
-                namespace[name] = copy.deepcopy(value, memo)
+                namespace[name] = _copied_attribute(module, name, value, memo)
     other = copy.deepcopy(model, memo)
     _CopiedFunctions(memo).rebind(other)
     return other
+
+
+def _copied_attribute(module: nn.Module, name: str, value: Any, memo: dict[int, Any]) -> Any:
+    """Returns a deep copy of an attribute. Raises PlanError: Python cannot copy what it holds."""
+    try:
+        return copy.deepcopy(value, memo)
+    except (TypeError, PickleError) as failure:
+        raise PlanError(
+            f"the attribute '{name}' of {type(module).__name__} cannot be copied, and each rank has a copy of it",
+            given=f"{type(value).__name__}: {first_line(failure)}",
+            allowed="attributes that copy.deepcopy copies, functions, and imported modules",
+            fix="make the object in forward, or keep it outside of the model",
+        ) from failure
 
 
 def _is_plain(kind: type[nn.Module]) -> bool:

@@ -1,0 +1,48 @@
+"""Layers under torch's spectral norms, whose vectors are normalised in each forward, are cut like others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import MeanSquaredError, verify
+from shardwright.errors import LayoutError
+
+NORMS = {"hooks": nn.utils.spectral_norm, "parametrizations": nn.utils.parametrizations.spectral_norm}
+
+
+class Discriminator(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        sizes = ((3, 8), (8, 16), (16, 16))
+        self.layers = nn.Sequential(
+            *(layer for i, o in sizes for layer in (norm(nn.Conv2d(i, o, 4, 2)), nn.LeakyReLU(0.2, inplace=True)))
+        )
+        self.mix, self.score = nn.Conv2d(16, 16, 1), norm(nn.Conv2d(16, 1, 1, bias=False))
+
+    def forward(self, x):
+        return self.score(torch.relu(self.mix(self.layers(x))))
+
+
+def batches():
+    numbers = torch.Generator().manual_seed(0)
+    return [(torch.randn(4, 3, 22, 22, generator=numbers), torch.randn(4, 1, 1, 1, generator=numbers))] * 2
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp2 dp2", "dp2/zero3"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_layers_under_spectral_norms_are_cut_and_equal(norm, line):
+    torch.manual_seed(0)
+    verdict = verify(Discriminator(NORMS[norm]), line, batches(), loss=MeanSquaredError())
+    assert verdict.equal
+    if "tp2" in line:
+        assert verdict.shares["tp2"] > 0.9
+
+
+def test_an_optimizer_that_the_model_holds_is_named_with_what_to_write():
+    torch.manual_seed(0)
+    model = Discriminator(lambda layer: layer)
+    model.optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(LayoutError, match="make the optimizer outside of the model"):
+        verify(model, "dp2/zero3", batches(), loss=MeanSquaredError())
