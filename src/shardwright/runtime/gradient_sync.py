@@ -189,8 +189,10 @@ class GradientSync:
                     whole.parameters.append(parameter)
                     continue
                 for box in boxes:
-                    (piece,) = (piece for piece in pieces if piece.whole.intersect(box) is not None)
-                    parts.boxes.append((parameter, piece, box))
+                    # a flat slice of a parameter of which this rank has several ranges holds a box row by row
+                    inside = ((parameter, piece, piece.whole.intersect(box)) for piece in pieces)
+                    held = [(own, piece, part) for own, piece, part in inside if part is not None]
+                    parts.boxes += sorted(held, key=lambda share: share[2].start)
             messages += [message for message in (whole, parts) if message.parameters or message.boxes]
         return messages
 

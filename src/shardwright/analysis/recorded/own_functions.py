@@ -87,7 +87,9 @@ class _FunctionBackward:
         """Ends the record; ``gradients`` are the gradients of the function's operands."""
         self._running.close()
         name, calls = type(self._node).__name__, list(self._recorded.recording.calls)
-        returned = [self._recorded.use(tensor) for tensor in gradients if tensor is not None]
+        # autograd drops what a backward returns for operands that need no gradient, such as masks
+        needed = (gradient for gradient, (node, _) in zip(gradients, self._node.next_functions, strict=True) if node)
+        returned = [self._recorded.use(tensor) for tensor in needed if tensor is not None]
         # torch's own functions are left out: a checkpoint, for example, runs a whole backward inside of its own
         is_torchs = self._node._forward_cls.__module__.startswith("torch.")
         if not is_torchs and _adds_terms(calls, self._given, returned):

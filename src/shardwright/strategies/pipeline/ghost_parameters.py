@@ -39,7 +39,7 @@ class GhostParameters:
             missing = {
                 name: p
                 for name, p in theirs.items()
-                if p is not None and (held[name] is None or _is_empty(held[name], p))
+                if p is not None and (held.get(name) is None or _is_empty(held[name], p))
             }
             if path in stages.units or path in stages.opened:
                 plain = {**held, **missing}
