@@ -20,7 +20,7 @@ def batches(*shape):
 
 
 class Loop(nn.Module):
-    """Calls three layers four times; ``join`` takes two tensors as one, so a rank of ``tp`` has two ranges of inputs."""
+    """Calls three layers four times; ``join`` takes two tensors as one: a rank of ``tp`` has two ranges of inputs."""
 
     def __init__(self):
         super().__init__()
