@@ -13,7 +13,6 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from pickle import PickleError
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -105,7 +104,7 @@ def _copied_attribute(module: nn.Module, name: str, value: Any, memo: dict[int, 
     """Returns a deep copy of an attribute. Raises PlanError: Python cannot copy what it holds."""
     try:
         return copy.deepcopy(value, memo)
-    except (TypeError, PickleError) as failure:
+    except TypeError as failure:
         raise PlanError(
             f"the attribute '{name}' of {type(module).__name__} cannot be copied, and each rank has a copy of it",
             given=f"{type(value).__name__}: {first_line(failure)}",
