@@ -34,6 +34,7 @@ class Router(nn.Module):
         super().__init__()
         self.gate, self.head = nn.Linear(WIDTH, EXPERTS), nn.Linear(EXPERTS, WIDTH)
         self.register_buffer("load", torch.zeros(EXPERTS))
+        self.register_buffer("seen", torch.zeros(EXPERTS, dtype=torch.long))
         self.counted, self.used = counted, used
 
     def forward(self, x):
@@ -55,6 +56,12 @@ def replaces_a_buffer(self, shares, counts):
     return self.head(shares)
 
 
+def counts_into_a_buffer(self, shares, counts):
+    chosen = shares.argmax(-1)
+    self.seen.index_add_(0, chosen, torch.ones_like(chosen))
+    return self.head(shares)
+
+
 def across_of(counted, used):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -68,6 +75,12 @@ def across_of(counted, used):
 def test_counts_by_which_a_model_trains_or_changes_a_buffer_are_named(counted, used):
     named = across_of(counted, used)
     assert any(name.startswith("counts (") and ("buffer 'load'" in name) == (used is not balanced) for name in named)
+
+
+def test_a_buffer_that_an_operator_counts_into_is_named():
+    assert "counts (index_add_), with which it changes the buffer 'seen'," in across_of(
+        COUNTED["bincount"], counts_into_a_buffer
+    )
 
 
 def test_under_a_layout_that_cuts_the_batch_such_a_model_is_warned_of_and_differs():

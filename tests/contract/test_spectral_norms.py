@@ -46,3 +46,26 @@ def test_an_optimizer_that_the_model_holds_is_named_with_what_to_write():
     model.optimizer = torch.optim.Adam(model.parameters())
     with pytest.raises(LayoutError, match="make the optimizer outside of the model"):
         verify(model, "dp2/zero3", batches(), loss=MeanSquaredError())
+
+
+class OfNumbers(nn.Module):
+    """Divides by the norm of a vector: of one number for each sample, or of a parameter."""
+
+    def __init__(self, of_samples):
+        super().__init__()
+        self.a, self.b, self.score = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+        self.scale, self.of_samples = nn.Parameter(torch.randn(16)), of_samples
+
+    def forward(self, x):
+        scale = self.scale if self.of_samples else nn.functional.normalize(self.scale, dim=0)
+        h = self.score(torch.relu(self.b(torch.relu(self.a(x)))) * scale).squeeze(-1)
+        return h / h.norm() if self.of_samples else h
+
+
+@pytest.mark.parametrize("line", ["tp2/sp", "tp4/2d"])
+def test_a_norm_of_a_vector_of_samples_is_refused_where_samples_are_cut_and_one_of_weights_is_equal(line):
+    torch.manual_seed(0)
+    batch = torch.randn(8, 6), torch.randn(8)
+    with pytest.raises(LayoutError, match="from other samples of the batch"):
+        verify(OfNumbers(of_samples=True), line, [batch], loss=MeanSquaredError())
+    assert verify(OfNumbers(of_samples=False), line, [batch], loss=MeanSquaredError()).equal

@@ -164,6 +164,7 @@ class ModelGraph:
     is_as_trained: bool = False
     kept: RecordStore = field(default_factory=RecordStore, repr=False, compare=False)
     """Where forwards on samples without values are kept; graphs that are given the same one share them."""
+    _by_values: dict[int | None, RecordedRun | str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def run(self) -> RecordedRun:
@@ -435,10 +436,6 @@ class ModelGraph:
     @cached_property
     def _tries(self) -> dict[int | None, RecordedRun | str]:
         return {} if self.is_as_trained else self.kept.of(self.model, self.example)
-
-    @cached_property
-    def _by_values(self) -> dict[int | None, RecordedRun | str]:
-        return {}
 
     @cached_property
     def _num_samples(self) -> int | None:

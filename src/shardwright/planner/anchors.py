@@ -131,7 +131,7 @@ class TimeScale:
 
     @property
     def factors(self) -> tuple[float, float, float]:
-        """The factors of products, memory and messages, in this order."""
+        """The factors by which matrix products, memory-bound operators and messages take longer, in this order."""
         return self.products, self.memory, self.messages
 
     def of(self, price: Price) -> Price:

@@ -93,7 +93,7 @@ def _scheduled(
     estimator: Estimator, estimates: Iterable[Estimate], wanted: SearchConstraints, found: SearchResult,
     kinds: Mapping[str, str],
 ) -> list[Estimate]:  # fmt: skip
-    """Returns estimates of the best :data:`MOST_SCHEDULED` layouts with every pipeline schedule but the default."""
+    """Returns estimates of the best :data:`MOST_SCHEDULED` layouts under each schedule other than the default."""
     best = sorted(estimates, key=lambda estimate: estimate.over(wanted.limit_bytes))
     return [
         scheduled

@@ -242,7 +242,7 @@ class _OperandLike:
         self.whole = None if tensor.is_floating_point() else tensor.detach().clone()
 
     def tensor(self) -> Tensor:
-        """Returns a tensor like it: with the kept values, or of random floats from 0 to 1."""
+        """Returns the kept tensor, or else a new one of this shape and dtype with random floats from 0 to 1."""
         if self.whole is not None:
             return self.whole
         size = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True) if n)

@@ -41,7 +41,7 @@ class ScheduleCost(NamedTuple):
     of_held: tuple[float, float, float] = (0.0, 1.0, 0.0)
     """The microbatches of which the fullest stage holds activations."""
     of_late: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """The most microbatches on a stage of which the I actions have run and the W actions have not."""
+    """The most microbatches on a stage whose input gradients are computed and whose weight gradients are not yet."""
     of_last: tuple[float, float, float] = (1.0, 0.0, 0.0)
     """The microbatches of which the stage of the last chunk holds activations."""
     waits_by_stage: float = 2.0

@@ -1,1 +1,1 @@
-"""Describes calls of torch with rules of their own: checkpoints, draws, recurrent layers, and FLOPs of operators."""
+"""Describes single calls of torch: what a checkpoint, a draw or a recurrent layer is given, and an operator's FLOPs."""

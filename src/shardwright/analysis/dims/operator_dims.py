@@ -202,7 +202,7 @@ def _reduce(call: RecordedCall, a: DimLetters) -> Any:
     over = {d % len(x) for d in ([dims] if isinstance(dims, int) else dims)} if x else set()
     is_norm = call.name in _VARIANCES or (call.name == "linalg_vector_norm" and call.argument(1, "ord", 2) == 2)
     role = Role.SUM if call.name in ("sum", "mean") else Role.NORM if is_norm else Role.WHOLE
-    if is_norm and 0 in over and len(x) > 1:  # dim 0 has samples, or the norm is over a whole weight
+    if is_norm and 0 in over and len(x) > 1:  # dim 0 has samples, or is of a whole weight; a vector may be in parts
         role = Role.WHOLE
     own = tuple(a.new(n, role if d in over else Role.SAME) for d, n in enumerate(x))
     outs: list[Dims] = []

@@ -49,18 +49,18 @@ def used_counts(
     for call in recording.calls:
         name, made = call.name.removesuffix("_"), [*call.results, *call.written]
         origin = next((counts[use] for use in call.operands if use in counts), None)
-        others = [use for use in call.operands if use not in counts and use.has_fractions and use in trained]
+        if origin is None and name in _COUNTING and _counts(call, axes, batch):
+            origin = call
         if origin is None:
-            if name in _COUNTING and _counts(call, axes, batch):
-                counts.update(dict.fromkeys(made, call))
             continue
+        others = [use for use in call.operands if use not in counts and use.has_fractions and use in trained]
         buffers = [use.name for use in call.written if use.kind == "buffer"]
         if buffers:
             yield call.module, f"counts ({origin.name}), with which it changes the buffer '{buffers[0]}',"
         by_class = any(use in counts and prod(use.shape) > 1 for use in call.operands)
         if others and by_class and name in _USING and any(use in leading for use in made):
             yield call.module, f"counts ({origin.name})"
-        if not others:
+        if origin is call or not others:
             counts.update((use, origin) for use in made if use.dtype is not torch.bool)
     for name, use in recording.new_buffers.items():
         if use in counts:

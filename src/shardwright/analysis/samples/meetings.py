@@ -42,7 +42,7 @@ Operators with which losses guard a division, as ``where`` and ``maximum``, are 
 """
 
 _PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "div", "dot", "linear", "mm", "mul", "mv"))
-"""Operators that are not linear where several operands are sums over samples."""
+"""Operators that multiply or divide: their results are not linear in sums over samples if several operands are such."""
 
 
 def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tuple[str, str], None]:

@@ -170,7 +170,7 @@ def _recorded_loss(loss: nn.Module, output: Any, targets: Any, number: int, coun
         return torch.empty((several, *x.shape[1:]) if several else x.shape, dtype=x.dtype, device="meta")
 
     inputs = tree_map_only(Tensor, with_others, (output, targets))
-    # listed before the loss runs, which may pop entries from its inputs
+    # the tensors are listed before the loss runs, since it may pop entries from the dicts that it is given
     outputs, tensors = set(map(id, sample_tensors(inputs[0]))), sample_tensors(inputs)
     try:
         with torch.random.fork_rng(devices=()):
