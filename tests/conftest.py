@@ -12,7 +12,9 @@ each in one of three variants; ``--nccl`` takes one of them for all tests, as `m
 """
 
 import signal
+import sys
 import threading
+import warnings
 from collections import Counter
 from pathlib import Path
 from zlib import crc32
@@ -36,7 +38,8 @@ settings.register_profile("shardwright", deadline=None)
 settings.register_profile("few", deadline=None, max_examples=10)
 settings.load_profile("shardwright")
 
-CONTRACT = Path(__file__).parent / "contract"
+TESTS = Path(__file__).parent
+CONTRACT = TESTS / "contract"
 EVERY = 4
 """Of a test with several cases, `make test` runs the first and every so many-th after it."""
 
@@ -81,6 +84,22 @@ def _seeded_by_no_rank():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "manual_seed", seed_alone)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warnings_caught_by_no_rank():
+    """Ranks that are threads share the filters of warnings: one would set back what another has just set."""
+    enter = warnings.catch_warnings.__enter__
+
+    def enter_alone(self):
+        name, caller = threading.current_thread().name, sys._getframe(1).f_code.co_filename
+        in_rank = name.startswith("rank ") and Path(caller).is_relative_to(TESTS)
+        assert not in_rank, f"{name} sets filters of warnings, which it shares with other ranks"
+        return enter(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warnings.catch_warnings, "__enter__", enter_alone)
         yield
 
 
