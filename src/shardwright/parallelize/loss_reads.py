@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwright.axes import mesh_axes
@@ -47,6 +48,29 @@ def leaves_read(loss_sum: Tensor, output: Any, since: int) -> list[Tensor]:
         elif node._sequence_nr() > since:
             waiting += [following for following, _ in node.next_functions]
     return leaves
+
+
+class LeavesUsed(TorchDispatchMode):
+    """A dispatch mode that lists, in ``leaves``, the trained leaf tensors that operators take, detached ones too.
+
+    A loss that scales by ``model.head.weight.detach().norm()`` has no gradient for the weight, but reads its values.
+
+    >>> weight = nn.Parameter(torch.ones(1))
+    >>> with LeavesUsed() as used:
+    ...     _ = weight.detach() * 2
+    >>> used.leaves == [weight]
+    True
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaves: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.leaves += [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Parameter) and x.requires_grad]
+        return func(*args, **(kwargs or {}))
 
 
 def check_reads(

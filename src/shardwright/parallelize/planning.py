@@ -66,15 +66,16 @@ threads.
 """
 
 
-def copied_loss(loss: nn.Module, model: nn.Module | None = None) -> nn.Module:
+def copied_loss(loss: nn.Module, model: nn.Module | None = None, memo: dict[int, Any] | None = None) -> nn.Module:
     """Returns a copy of a loss with buffers of its own, such as a running mean: ranks that are threads share no buffer.
 
     Parameters share memory with those of ``loss``. If the loss refers to modules of the plain ``model``, their copies
-    are noted (:func:`~shardwright.parallelize.loss_watch.note_reads`).
+    are noted (:func:`~shardwright.parallelize.loss_watch.note_reads`). ``memo``, of :func:`structural_copy`, has the
+    copies of objects that are copied already: where the loss refers to one of these objects, its copy refers to theirs.
 
     Raises: PlanError: the loss holds the model of another run, of which this rank has parts.
     """
-    memo = dict[int, Any]()
+    memo = {} if memo is None else memo
     try:
         copy = structural_copy(
             loss, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone(), memo

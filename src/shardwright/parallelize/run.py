@@ -524,8 +524,12 @@ class Run(RankState):
             step_uncompiled(optimizer)
         return optimizer
 
-    def _check_reads(self, leaves: Collection[Tensor]) -> None:
-        """Raises PlanError if a loss reads parameters of the plain model, or a rank's part of a parameter."""
+    def _check_reads(self, leaves: Collection[Tensor], used: Collection[Tensor]) -> None:
+        """Raises PlanError if a loss reads parameters of the plain model, or a rank's part of a parameter.
+
+        ``leaves`` are the parameters that the loss passes gradients to, and ``used`` those whose values it takes.
+        """
+        leaves = [*leaves, *filter(self._guard.is_plain, used)]
         check_reads(leaves, self.model, self.parameters, self._guard.is_plain, self.plan)
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:

@@ -34,7 +34,7 @@ from shardwright.parallelize.batch_copies import BatchCopy
 from shardwright.parallelize.loss_collectives import RefusesCollective
 from shardwright.parallelize.loss_counters import counters_of, warn_of_counters
 from shardwright.parallelize.loss_of_halves import warn_of_halves
-from shardwright.parallelize.loss_reads import leaves_read, now_in_graph
+from shardwright.parallelize.loss_reads import LeavesUsed, leaves_read, now_in_graph
 from shardwright.parallelize.loss_settings import settings_of
 from shardwright.parallelize.loss_watch import RefusesGradients, reads_of, takes_gradients
 from shardwright.parallelize.no_samples import NoSampleChecker
@@ -83,7 +83,7 @@ class TrainStep:
         offload: Offload | None,
         stop_at_nan: bool,
         empty: NoSampleChecker,
-        check_reads: Callable[[Collection[Tensor]], None],
+        check_reads: Callable[[Collection[Tensor], Collection[Tensor]], None],
         copies: BatchCopy,
     ) -> None:
         self.loss, self.plan, self.coord, self.axes = loss, plan, coord, axes
@@ -190,11 +190,12 @@ class TrainStep:
         reads = reads_of(self.loss)
         if reads is not None:
             reads.check(self._executor.model, is_cut=self.plan.stages is not None)
-        result = self._checked_loss(output, targets)
+        with LeavesUsed() as used:
+            result = self._checked_loss(output, targets)
         if several:
             warn_of_counters(self.loss, counters, self.plan.layout, stacklevel=3)
         if isinstance(result, tuple) and isinstance(result[0], Tensor):
-            self._check_reads(leaves_read(result[0], output, since))
+            self._check_reads(leaves_read(result[0], output, since), used.leaves)
         return result
 
     def _checked_loss(self, output: Any, targets: Any) -> Any:

@@ -39,7 +39,6 @@ difference counts as at least one rounding. All other tensors keep the tolerance
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -71,7 +70,8 @@ from shardwright.parallelize import parallelize
 from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.batches import Targets, pairs
 from shardwright.parallelize.checks import check_loss, check_model, check_names
-from shardwright.parallelize.planning import job_for, make_plan, shares_of, structural_copy
+from shardwright.parallelize.loss_watch import note_reads
+from shardwright.parallelize.planning import copied_loss, job_for, make_plan, shares_of, structural_copy
 from shardwright.parallelize.run import Run
 from shardwright.parallelize.step_checks import check_trains
 from shardwright.plan.plan import compute_dtype
@@ -194,12 +194,13 @@ def _error_in(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batc
     It is the first line of an error, that the forward converts a parameter, or that the loss or a gradient is not
     finite.
     """
-    own = structural_copy(model, partial(_cast, dtype))
+    copies = dict[int, Any]()
+    own = structural_copy(model, partial(_cast, dtype), copies)
     if any(tensor.is_meta for tensor in (*own.parameters(), *own.buffers())):
         own.to_empty(device="cpu")  # operators on the meta device take tensors of unlike dtypes
     inputs, targets = tree_map_only(Tensor, partial(_cast, dtype), batch)
     try:
-        loss_sum, _ = sum_and_count(copy.deepcopy(loss)(call_plainly(own, inputs), unmarked(targets)))
+        loss_sum, _ = sum_and_count(copied_loss(loss, memo=copies)(call_plainly(own, inputs), unmarked(targets)))
         loss_sum.backward()
     except Exception as error:  # the model's own code may raise anything in a dtype that it does not run in
         return first_line(error)
@@ -220,10 +221,13 @@ def _compared(
 ) -> Verdict:  # fmt: skip
     """Returns the verdict of a comparison in ``dtype``."""
     with left_untouched(model):
-        plain = structural_copy(model, partial(_cast, dtype))
+        copies = dict[int, Any]()
+        plain = structural_copy(model, partial(_cast, dtype), copies)
         check_apart(model, plain)
+        loss = copied_loss(loss, memo=copies)  # it refers to the copy where it referred to the model
+        note_reads(loss, model, {})  # by a global name it refers to the model still
         first, batches = batches[0], [tree_map_only(Tensor, partial(_cast, dtype), batch) for batch in batches]
-        loss = _fitting(dtype, model, loss, first) if compute_dtype(dtype, layout) == dtype else loss
+        loss = _fitting(dtype, plain, loss, first) if compute_dtype(dtype, layout) == dtype else loss
         job = job_for(plain, loss, layout, batches[0][0], tokens_of(batches[0][0], layout), roles)
         job = job._replace(seconds=seconds)
         plan, _ = make_plan(job, layout, strategies)  # raises LayoutError before any rank starts
@@ -326,5 +330,6 @@ def _fitting(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batch
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype if tensor.dtype == torch.float32 else tensor.dtype, copy=True)
 
-    other = structural_copy(loss, cast)
+    parts = (part for kind in (model.modules, model.parameters, model.buffers) for part in kind())
+    other = structural_copy(loss, cast, {id(part): part for part in parts})
     return other if _error_in(dtype, model, other, batch) is None else loss

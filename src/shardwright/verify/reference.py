@@ -17,7 +17,6 @@ neighboring float32. So where ranks were on one, training on one such device is 
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -42,6 +41,7 @@ from shardwright.analysis.random_numbers.draws import Draws
 from shardwright.models.losses import mean_of, sum_and_count
 from shardwright.models.model_loss import loss_dtype
 from shardwright.parallelize.initialization import place_parameters
+from shardwright.parallelize.loss_watch import reads_of
 from shardwright.parallelize.planning import copied_loss, num_rows, structural_copy
 from shardwright.parallelize.step_checks import torch_errors_explained
 from shardwright.plan.batch_shard import microbatch_samples
@@ -116,7 +116,7 @@ def reference(
 ) -> TrainingOutcome:
     """Returns the outcome of training a copy of the plain model with plain torch in this process, on one ``device``.
 
-    The outcome's tensors are on the CPU.
+    The outcome's tensors are on the CPU. A loss that refers to ``plain`` refers to the copy that is trained.
 
     AdamW makes a step for each of ``batches``, which are not written to. ``seed`` determines dropout and initial values
     that the model lacks. ``plan`` says how batches are cut if microbatches have batch statistics of their own.
@@ -128,17 +128,20 @@ def reference(
     ``scale`` before the backward, and gradients are divided by it: if the model computes in a narrower dtype, a scale
     changes the rounding, and keeps fp16 gradients from underflowing.
 
-    Raises: PlanError: the copy still holds a module, parameter or buffer of ``plain``, or torch refuses a microbatch
-        of the plan.
+    Raises: PlanError: the copy still holds a module, parameter or buffer of ``plain``, torch refuses a microbatch of
+        the plan, or the loss reads an attribute of a model outside, which the forward has set in the copy.
     """
-    model, rng, place = _on_cpu(plain, seed, shift), RngTracker(seed), torch.device(device)
+    copies = dict[int, Any]()
+    model, rng, place = _on_cpu(plain, seed, shift, copies), RngTracker(seed), torch.device(device)
     rng.unrecorded = unrecorded
-    loss = copied_loss(loss)  # a copy for each run, so that each begins with the same buffers
     on_several = len({p.device for p in plain.parameters()}) > 1
-    if place.type != "cpu":
+    if place.type == "cpu":
+        loss = copied_loss(loss, memo=copies)  # a copy for each run, so that each begins with the same buffers
+    else:
         model.to(place)
-        loss = copy.deepcopy(loss).to(place)
+        loss = structural_copy(loss, partial(Tensor.to, device=place, copy=True), copies).to(place)
         batches = [tree_map_only(Tensor, partial(Tensor.to, device=place), batch) for batch in batches]
+    reads = reads_of(loss)
     key_draws(model, rng, draws)
     if narrow is not None:
         _narrow(model, narrow)
@@ -153,6 +156,8 @@ def reference(
             moves = IgnoresDeviceMoves(place) if on_several else nullcontext()
             with moves, forward or nullcontext(), torch_errors_explained(plan):
                 output = call_plainly(model, inputs)
+                if reads is not None:
+                    reads.check(model, is_cut=False)
                 if narrow == torch.float16:
                     output, targets = tree_map_only(Tensor, partial(_narrowed, torch.float32), (output, targets))
                 sums.append(sum_and_count(loss(output, unmarked(targets))))
@@ -175,12 +180,14 @@ def reference(
     return outcome
 
 
-def _on_cpu(plain: nn.Module, seed: int, shift: Callable[[str, Tensor], None]) -> nn.Module:
+def _on_cpu(plain: nn.Module, seed: int, shift: Callable[[str, Tensor], None], copies: dict[int, Any]) -> nn.Module:
     """Returns a copy of a model on the CPU, with values that ``shift`` has changed; missing ones are drawn by ``seed``.
+
+    ``copies`` gets the copy of each object of the model, by the id of the original.
 
     Raises: PlanError: the copy still holds a module, parameter or buffer of ``plain``.
     """
-    model = structural_copy(plain, torch.clone)
+    model = structural_copy(plain, torch.clone, copies)
     check_apart(plain, model)
     if any(tensor.is_meta for tensor in (*plain.parameters(), *plain.buffers())):
         place_parameters(model, {}, {}, seed, torch.device("cpu"))
