@@ -1,4 +1,4 @@
-"""A loss may refer to the model: ``verify`` then compares with a loss that refers to the copy that one device trains."""
+"""A loss may refer to the model: ``verify`` compares with one that refers to the copy that one device trains."""
 
 import warnings
 
@@ -70,7 +70,7 @@ def model():
 
 
 @pytest.mark.parametrize("is_global", [False, True])
-@pytest.mark.parametrize("number, name", [(0, "factor"), (1, "code_size")])
+@pytest.mark.parametrize(("number", "name"), [(0, "factor"), (1, "code_size")])
 def test_attributes_that_the_forward_sets_are_refused_as_in_a_run(model, is_global, number, name):
     model, losses = (GLOBAL, [of_global_factor, of_global_code]) if is_global else (model, of_closure(model))
     with pytest.raises(PlanError, match=f"the loss reads '{name}' of the model"):

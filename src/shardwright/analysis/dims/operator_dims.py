@@ -362,6 +362,21 @@ def _embedding(call: RecordedCall, a: DimLetters) -> Any:
     return [(rows, features), places], [(*places, features)]
 
 
+@_rule("_embedding_bag", "_embedding_bag_forward_only")
+def _embedding_bag(call: RecordedCall, a: DimLetters) -> Any:
+    """Relates the dims of sums, means or maxima of a table's rows, of which only the features are cut.
+
+    The other results, such as the bag of each row, are for the backward; those of a maximum have features too.
+    """
+    table, places, offsets, *weights = call.operands
+    bags, features = a.new(call.results[0].shape[0]), a.new(table.shape[1])
+    starts = (bags,) if offsets.shape == call.results[0].shape[:1] else a.of(offsets.shape, Role.WHOLE)
+    own = [(a.new(table.shape[0], Role.WHOLE), features), a.of(places.shape, Role.WHOLE), starts]
+    kept = [a.of(use.shape, Role.WHOLE) for use in call.results[1:]]
+    kept = [(*dims[:-1], features) if len(dims) == 2 else dims for dims in kept]
+    return [*own, *(a.of(use.shape, Role.WHOLE) for use in weights)], [(bags, features), *kept]
+
+
 @_rule("gather")
 def _gather(call: RecordedCall, a: DimLetters) -> Any:
     x, index = call.operands

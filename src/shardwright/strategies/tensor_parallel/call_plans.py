@@ -290,7 +290,7 @@ class _Planning:
         if shared is not None and copies and (call.name not in PRODUCTS or copies != {slots[PRODUCTS[call.name]]}):
             raise _GatherFirstError  # features on all ranks would count once for each rank
         result_shards = [shard_of(use.shape, cut) for use, cut in zip(call.results, cuts, strict=True)]
-        function = _group_norm if call.name == "native_group_norm" else call.function
+        function = _INSTEAD.get(call.name, call.function)
         step = OperatorStep(function, call.args, call.named, tuple(changes), (), summed)
         step = _localized(_LocalCall(call, step, relation, labels, result_shards, self.rank)) if labels else step
         if shared is not None and copies:
@@ -557,6 +557,13 @@ def viewed(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _group_norm(x: Tensor, *args: Any, **named: Any) -> Any:
     return torch.ops.aten.native_group_norm.default(x.contiguous(), *args, **named)
+
+
+_INSTEAD: Mapping[str, Any] = {
+    "native_group_norm": _group_norm,
+    "_embedding_bag_forward_only": torch.ops.aten._embedding_bag.default,  # recorded, as calls are, without gradients
+}
+"""What runs on shards in place of an operator, by the operator's name."""
 
 
 def _letter(part: Any) -> int:
