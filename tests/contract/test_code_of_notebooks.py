@@ -10,6 +10,7 @@ import torch
 from tests.contract.cases import Pictures, check_traffic
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from shardwright import verify
@@ -217,33 +218,86 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     return 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.04 * x * x * x)))
 
 
+def snake(x: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    return x + (alpha + 1e-9).reciprocal() * torch.sin(alpha * x).pow(2)
+
+
+def add_dropped(x: torch.Tensor, bias: torch.Tensor, rest: torch.Tensor, p: float, training: bool) -> torch.Tensor:
+    return rest + functional.dropout(x + bias, p, training)
+
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # models of others have such functions all the same
-    scripted_gelu = torch.jit.script(gelu)
+    scripted_gelu, scripted_snake, scripted_add = map(torch.jit.script, (gelu, snake, add_dropped))
+    traced_gelu = torch.jit.trace(gelu, torch.ones(2, 3))
 
 
-class Scripted(Mlp):
+class Compiled(Mlp):
+    """An MLP with an activation that torch has made a program of its own."""
+
+    def __init__(self, activation=scripted_gelu):
+        super().__init__()
+        self.activation = (activation,)
+
     def forward(self, x):
         assert x.shape[-1] == WIDTH
-        return x + self.down(scripted_gelu(self.up(x)))
+        return x + self.down(self.activation[0](self.up(x)))
 
 
 class Beside(nn.Module):
-    def __init__(self):
+    def __init__(self, first):
         super().__init__()
-        self.scripted, self.plain = Scripted(), nn.ModuleList([Mlp(), Mlp()])
+        self.first, self.plain = first, nn.ModuleList([Mlp(), Mlp()])
 
     def forward(self, x):
-        x = self.scripted(x)
+        x = self.first(x)
         for each in self.plain:
             x = each(x)
         return x
 
 
+@pytest.mark.parametrize("activation", [scripted_gelu, traced_gelu], ids=["scripted", "traced"])
 @pytest.mark.parametrize("line", ["tp2x2/2d", "pp2 mb2 dp2 tp2"])
-def test_values_of_scripted_code_stay_whole_and_on_one_stage(line):
+def test_a_model_with_functions_that_torch_has_compiled_is_equal(line, activation):
     torch.manual_seed(0)
-    check_equal(Language(Beside), line, tokens())
+    check_equal(Language(lambda: Beside(Compiled(activation))), line, tokens())
+
+
+class Snake(nn.Module):
+    """The activation of audio codecs, whose code is scripted."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.rand(1, channels, 1) + 0.5)
+
+    def forward(self, x):
+        return scripted_snake(x, self.alpha)
+
+
+def test_convolutions_with_weight_norms_around_a_scripted_function_are_cut():
+    torch.manual_seed(0)
+    first, last = (weight_norm(nn.Conv1d(*sizes, 3, padding=1)) for sizes in ((2, 8), (8, WORDS)))
+    model = nn.Sequential(first, Snake(8), last, nn.AdaptiveAvgPool1d(1), nn.Flatten())
+    batch = torch.randn(SAMPLES, 2, 9), torch.randint(WORDS, (SAMPLES,))
+    assert check_equal(model, "tp2", batch).flops == {"tp2": 1.0}
+
+
+class Dropping(Mlp):
+    """The end of a layer as in Megatron's code, one scripted function for the bias, the dropout and the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.end = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        return scripted_add(self.end(super().forward(x)), self.bias, x, 0.3, self.training)
+
+
+@pytest.mark.parametrize("line", ["single", "dp2", "tp2", "tp2x2/2d", "dp2/zero3 mb2", "pp2 mb2 dp2 tp2"])
+def test_what_a_scripted_function_drops_is_what_one_device_drops(line):
+    torch.manual_seed(0)
+    check_equal(Language(lambda: Beside(Dropping())), line, tokens())
 
 
 # ---- norms and layers

@@ -65,6 +65,7 @@ def test_a_model_that_lists_the_same_parameters_by_its_own_method_is_taken():
 def test_attributes_that_python_cannot_copy_are_shared_or_named():
     model = Prefix()
     model.functions, model.scripted = torch.nn.functional, torch.jit.script(torch.nn.functional.relu)
+    model.held = {"all": [model.functions, (model.scripted,)]}
     assert verify(model, "dp2", [BATCH]).equal
     model.lock = threading.Lock()
     with pytest.raises(PlanError, match="the attribute 'lock' of Prefix cannot be copied"):

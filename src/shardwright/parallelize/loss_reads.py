@@ -50,13 +50,13 @@ def leaves_read(loss_sum: Tensor, output: Any, since: int) -> list[Tensor]:
     return leaves
 
 
-class LeavesUsed(TorchDispatchMode):
+class ParametersRead(TorchDispatchMode):
     """A dispatch mode that lists, in ``leaves``, the trained leaf tensors that operators take, detached ones too.
 
     A loss that scales by ``model.head.weight.detach().norm()`` has no gradient for the weight, but reads its values.
 
     >>> weight = nn.Parameter(torch.ones(1))
-    >>> with LeavesUsed() as used:
+    >>> with ParametersRead() as used:
     ...     _ = weight.detach() * 2
     >>> used.leaves == [weight]
     True

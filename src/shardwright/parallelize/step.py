@@ -34,7 +34,7 @@ from shardwright.parallelize.batch_copies import BatchCopy
 from shardwright.parallelize.loss_collectives import RefusesCollective
 from shardwright.parallelize.loss_counters import counters_of, warn_of_counters
 from shardwright.parallelize.loss_of_halves import warn_of_halves
-from shardwright.parallelize.loss_reads import LeavesUsed, leaves_read, now_in_graph
+from shardwright.parallelize.loss_reads import ParametersRead, leaves_read, now_in_graph
 from shardwright.parallelize.loss_settings import settings_of
 from shardwright.parallelize.loss_watch import RefusesGradients, reads_of, takes_gradients
 from shardwright.parallelize.no_samples import NoSampleChecker
@@ -190,7 +190,7 @@ class TrainStep:
         reads = reads_of(self.loss)
         if reads is not None:
             reads.check(self._executor.model, is_cut=self.plan.stages is not None)
-        with LeavesUsed() as used:
+        with ParametersRead() as used:
             result = self._checked_loss(output, targets)
         if several:
             warn_of_counters(self.loss, counters, self.plan.layout, stacklevel=3)

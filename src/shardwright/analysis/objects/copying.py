@@ -39,14 +39,18 @@ from shardwright.formatting import first_line
 
 M = TypeVar("M", bound=nn.Module)
 
+_SHARED = (ModuleType, torch.jit.ScriptFunction)
+"""Imported modules and scripted functions, which ``deepcopy`` refuses and which a copy shares with the original."""
+
 
 def copied(model: M, memo: dict[int, Any]) -> M:
     """Returns a deep copy of a model, as ``copy.deepcopy`` does but in half the time, and with closures copied too.
 
     ``memo`` maps ids of objects to the copies to use for them, as for ``deepcopy``, and all other copies are added to
     it. Functions that hold an object of the model, for instance in a closure, are rebuilt to hold its copy. Most of a
-    module's attributes are empty dicts for hooks, which are copied directly, to save time. A result of autograd that a
-    forward has left in an attribute, which ``deepcopy`` refuses, is copied without its history.
+    module's attributes are empty dicts for hooks, which are copied directly, to save time. ``deepcopy`` refuses some
+    objects: a result of autograd that a forward has left in an attribute is copied without its history, and imported
+    modules and scripted functions are shared.
 
     Raises: PlanError: a function that holds an object of the model cannot be rebuilt.
 
@@ -59,14 +63,15 @@ def copied(model: M, memo: dict[int, Any]) -> M:
     backup = dict(memo)
     try:
         return _copied(model, memo)
-    except RuntimeError:  # deepcopy refuses tensors with a history; they are searched for only now, as that takes time
-        histories = [
-            value for _, value in outside_registration(model) if isinstance(value, Tensor) and not value.is_leaf
-        ]
-        if not histories:
+    except Exception:  # what deepcopy refuses, each kind by another error, is searched for only now, as that takes time
+        held = [value for _, value in outside_registration(model)]
+        histories = [value for value in held if isinstance(value, Tensor) and not value.is_leaf]
+        shared = [value for value in held if isinstance(value, _SHARED)]
+        if not histories and not shared:
             raise
         memo.clear()
         memo.update(backup)
+        memo.update((id(value), value) for value in shared)
         for tensor in histories:
             memo.setdefault(id(tensor), tensor.detach().clone())
         return _copied(model, memo)
@@ -83,8 +88,8 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
         namespace = memo[id(module)].__dict__
         for name, value in vars(module).items():
             kind = type(value)
-            # deepcopy refuses static methods, which are rebuilt below, and imported modules and scripted functions
-            if kind in ATOMS or kind is staticmethod or isinstance(value, ModuleType | torch.jit.ScriptFunction):
+            # deepcopy refuses static methods, which are rebuilt below
+            if kind in ATOMS or kind is staticmethod or isinstance(value, _SHARED):
                 namespace[name] = value
             elif isinstance(value, Tensor) and value.layout != torch.strided:  # deepcopy refuses compressed tensors
                 namespace[name] = memo.setdefault(id(value), value.detach().clone())

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from shardwright.analysis.calls.autograd_graph import nodes_behind
 from shardwright.analysis.calls.reentrant_checkpoints import without_reentry
+from shardwright.analysis.calls.scripted_functions import see_scripted_functions
 from shardwright.analysis.objects.marked_inputs import is_mark, unmarked
 from shardwright.analysis.on_meta.meta_device import on_meta
 
@@ -198,11 +199,13 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     """Calls a model with a batch's inputs and returns its output; reentrant checkpoints run without reentry.
 
     The inputs are one value, a tuple or list of arguments, or a dict of named arguments. For checkpoints see
-    ``analysis/calls/reentrant_checkpoints.py``; :func:`call_plainly` leaves them as they are.
+    ``analysis/calls/reentrant_checkpoints.py``, and for functions of ``torch.jit.script``
+    ``analysis/calls/scripted_functions.py``; :func:`call_plainly` leaves both as they are.
 
     >>> call_model(nn.Identity(), (torch.ones(1),))
     tensor([1.])
     """
+    see_scripted_functions()
     with without_reentry():
         return call_plainly(model, inputs)
 

@@ -286,7 +286,7 @@ def _own_backward(model: nn.Module) -> LayoutError:
     return LayoutError(
         f"torch runs code of {type(model).__name__} as a whole, so it cannot be cut into stages",
         given="an autograd function, torch.autograd.grad, a checkpoint of several modules or of more than a module, "
-        "a function of torch.jit.script, a transform as torch.vmap, or a hook on the gradient of a tensor, which the "
+        "a function of torch.jit.trace, a transform as torch.vmap, or a hook on the gradient of a tensor, which the "
         "model's own code calls or sets",
         allowed="these in the code of a module inside, as a block; in the model's own, torch.utils.checkpoint of one "
         "module in each call",
