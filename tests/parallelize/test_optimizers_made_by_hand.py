@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright import launch, parallelize, without_values
+from shardwright import launch, parallelize, verify, without_values
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.parallelize.planning import structural_copy
@@ -489,3 +489,40 @@ def test_options_that_only_groups_name_are_those_with_which_an_optimizer_is_trie
         return [group["lr"] for group in run.optimizer(NeedsRates, groups).param_groups]
 
     assert on_ranks("dp2/zero3", work) == [[0.1] * 4] * 2
+
+
+# ---- an optimizer that the model holds, as agents of reinforcement learning do
+
+
+class Agent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.middle, self.down = nn.Linear(4, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.middle(torch.relu(self.up(x)))))
+
+
+@pytest.mark.parametrize("line", [*LINES, "tp2x2/2d", "pp2 mb2 dp2/zero1 tp2"])
+def test_a_model_that_holds_its_optimizer_is_laid_out_as_one_without(line):
+    verdict = verify(Agent(), line, [batch()] * 2)
+    assert verdict.equal, str(verdict)
+    if "tp" in line:
+        assert max(verdict.shares.values()) > 0.8
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_the_optimizer_that_a_model_holds_is_told_that_it_trains_nothing(line, is_copied):
+    agent = Agent()
+
+    def work(run):
+        run.step(next(run.shard([batch()])))
+        return refused((run.model if is_copied else agent).optimizer.step)
+
+    for text in on_ranks(line, work, agent):
+        assert "Adam.step() would train nothing" in text
+        assert "run.optimizer(torch.optim.Adam" in text

@@ -275,16 +275,13 @@ def check_held(model: nn.Module, plan: Plan) -> None:
         owner = name.rpartition(".")[0]
         own = not in_compute and held.get(id(parameter), "").startswith(f"{owner}." if owner else "")
         if id(parameter) in held and cut and not own:
-            holder = held[id(parameter)]
-            is_optimizers = ".param_groups[" in holder
             raise LayoutError(
                 f"the parameter '{name}' would be sharded where other code uses it whole",
-                given=f"{holder}, which holds it, under {plan.layout}: sharded over {', '.join(cut)}",
+                given=f"{held[id(parameter)]}, which holds it, under {plan.layout}: sharded over {', '.join(cut)}",
                 allowed="parameters that code reads from the module that owns them",
-                fix=("make the optimizer outside of the model, by run.optimizer" if is_optimizers
-                     else "read it as module.weight where it is used") + ", or choose a layout that leaves the "
-                "parameter whole, such as dp2",
-            )  # fmt: skip
+                fix="read it as module.weight where it is used, or choose a layout that leaves the parameter whole, "
+                "such as dp2",
+            )
 
 
 def check_world(plan: Plan, world: World) -> None:

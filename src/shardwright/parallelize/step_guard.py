@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad, convert_parameters
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwright.analysis.objects.reached import outside_registration
 from shardwright.comm.trained_copies import ON_RETURN, note_trained
 from shardwright.errors import PlanError, explain
 from shardwright.parallelize.optimizer_check import check_made_by_hand
@@ -74,6 +75,9 @@ class StepGuard:
         self._of_all: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._own = {id(parameter) for parameter in parameters.values()}
         others = [p for model in models for p in model.parameters()]
+        # an optimizer that the model holds was copied with it, and has tensors with which the model no longer computes
+        held = (value for _, value in outside_registration(models[0]) if isinstance(value, torch.optim.Optimizer))
+        others += [tensor for optimizer in held for tensor in _tensors_of(optimizer)]
         self._of_run = {id(p): ref(p) for p in models[0].parameters() if id(p) not in self._own}
         self._plain = [(ref(model), _version_of(model)) for model in models[1:]]
         self._others: dict[int, ReferenceType[Tensor]] = {id(p): ref(p) for p in others if id(p) not in self._own}

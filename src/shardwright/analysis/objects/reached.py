@@ -17,6 +17,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 ATOMS = frozenset(
     (type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, torch.Size)
@@ -98,19 +99,20 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def reached(
-    value: Any, seen: dict[int, Any], closed: Collection[int] = (), most: int | None = None
-) -> Iterator[tuple[str, Any]]:
+    value: Any, seen: dict[int, Any], closed: Collection[int] = (), most: int | None = None,
+    but: tuple[type, ...] = (),
+) -> Iterator[tuple[str, Any]]:  # fmt: skip
     """Yields ``value`` and every object that it holds, directly or not, as pairs of a path and an object.
 
     A path is text that leads from ``value`` to the object. Numbers, text and other values that refer to nothing are
-    left out. Objects whose ids are in ``seen`` are skipped, and each yielded object is added to ``seen``. Objects whose
-    ids are in ``closed``, and tensors, classes and imported modules, are yielded but not searched. Collections of more
-    than ``most`` entries, which are tables or data, are not searched either.
+    left out. Objects whose ids are in ``seen``, and those of the classes ``but``, are skipped, and each yielded object
+    is added to ``seen``. Objects whose ids are in ``closed``, and tensors, classes and imported modules, are yielded
+    but not searched. Collections of more than ``most`` entries, which are tables or data, are not searched either.
     """
     waiting = [("", value)]
     while waiting:
         words, node = waiting.pop()
-        if type(node) in ATOMS or id(node) in seen:
+        if type(node) in ATOMS or id(node) in seen or (but and isinstance(node, but)):
             continue
         seen[id(node)] = node
         yield words, node
@@ -130,11 +132,14 @@ def unregistered_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def outside_registration(model: nn.Module, *, left_out: str = "") -> Iterator[tuple[str, Any]]:
+def outside_registration(
+    model: nn.Module, *, left_out: str = "", but: tuple[type, ...] = ()
+) -> Iterator[tuple[str, Any]]:
     """Yields all objects that a model holds in plain attributes, containers, closures and hooks, each with its place.
 
     A place is text such as ``others['a']``. A registered module, parameter or buffer is yielded if it is also held in
-    such a place. The attribute ``left_out`` of torch's recurrent layers is not looked at.
+    such a place. The attribute ``left_out`` of torch's recurrent layers is not looked at, and objects of the classes
+    ``but`` are skipped.
 
     >>> class Model(nn.Module):
     ...     def __init__(self):
@@ -152,7 +157,7 @@ def outside_registration(model: nn.Module, *, left_out: str = "") -> Iterator[tu
             if name == left_out and isinstance(module, nn.RNNBase):
                 continue
             place = f"{path}.{name}".lstrip(".")
-            yield from ((place + words, part) for words, part in reached(value, seen, registered))
+            yield from ((place + words, part) for words, part in reached(value, seen, registered, but=but))
 
 
 def unregistered(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -167,14 +172,14 @@ def tensors_outside(model: nn.Module) -> dict[int, str]:
 
     A registered parameter or buffer is included if it is also held in such a place. A tensor that is held in several
     places is listed with one of them. The list in which a recurrent layer of torch keeps its weights is left out: the
-    layer itself keeps it up to date.
+    layer itself keeps it up to date. So are the parameters of an optimizer, which no forward reads.
 
     >>> layer = nn.Linear(2, 2)
     >>> layer.again = [layer.weight]
     >>> list(tensors_outside(layer).values())
     ['again[0]']
     """
-    pairs = outside_registration(model, left_out="_flat_weights")
+    pairs = outside_registration(model, left_out="_flat_weights", but=(Optimizer,))
     return {id(tensor): place for place, tensor in pairs if isinstance(tensor, Tensor)}
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from shardwright.analysis.chunks.arguments import arguments_given
 from shardwright.analysis.chunks.call_graph import sites
@@ -155,7 +156,8 @@ def _held_elsewhere(model: nn.Module) -> str:
     for path, module in model.named_modules():
         seen: dict[int, Any] = {}
         for attribute, value in unregistered_attributes(module):
-            held = (names[id(part)] for _, part in reached(value, seen, registered) if id(part) in names)
+            parts = (part for _, part in reached(value, seen, registered, but=(Optimizer,)))
+            held = (names[id(part)] for part in parts if id(part) in names)
             other = next((name for name in held if path not in homes[name]), "")
             if other:
                 return f"'{attribute}' of {path or 'the model'} holds the parameter '{other}' of another module"

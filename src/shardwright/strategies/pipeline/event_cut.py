@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.calls.draw_calls import DrawCall
@@ -144,7 +145,8 @@ def _holds_own_parameters(module: nn.Module, registered: Collection[int]) -> boo
     if isinstance(module, nn.RNNBase):
         return False
     own_ids, seen = {id(parameter) for parameter in module.parameters(recurse=False)}, dict[int, Any]()
-    held = (part for _, value in unregistered_attributes(module) for _, part in reached(value, seen, registered))
+    values = (value for _, value in unregistered_attributes(module))
+    held = (part for value in values for _, part in reached(value, seen, registered, but=(Optimizer,)))
     return bool(own_ids) and any(id(part) in own_ids for part in held)
 
 
