@@ -296,3 +296,66 @@ def test_losses_of_samples_that_are_added_up_are_not_named():
         return sum((one - target).square().sum() for one, target in zip(y, t, strict=True)), len(y)
 
     assert not named_in(added_up, VALUES)
+
+
+# ---- layers that some samples pass by their place in the batch
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.run, self.one, self.other = run, nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def written(m, x, write):
+    out = x.new_zeros(len(x), 4)
+    write(out, slice(4), m.one(x[:4]))
+    write(out, slice(4, None), m.other(x[4:]))
+    return out
+
+
+def _set(out, rows, values):
+    out[rows] = values
+
+
+BY_PLACE = {
+    "joined": lambda m, x: torch.cat([m.one(x[:4]), m.other(x[4:])]),
+    "set": lambda m, x: written(m, x, _set),
+    "copied into views": lambda m, x: written(m, x, lambda out, rows, values: out[rows].copy_(values)),
+    "halves": lambda m, x: torch.cat([f(part) for f, part in zip((m.one, m.other), x.chunk(2), strict=True)]),
+    "the first only": lambda m, x: torch.cat([m.one(x[:1]) + m.other(x[:1]), m.other(x[1:])]),
+    "one passed by": lambda m, x: m.other(x).index_add(0, torch.tensor([0]), m.one(x[:1])),
+}
+
+ALL_PASS = {
+    "parts": lambda m, x: torch.cat([m.one(part) for part in x.split(3)]),
+    "halves by one": lambda m, x: torch.cat([m.one(part) for part in x.tensor_split(2)]) * m.other(x),
+    "the first, for its shape": lambda m, x: m.one(x) + x.new_ones(m.other(x[:1]).shape[1]),
+    "by values": lambda m, x: m.one(x).index_put((x[:, 0] > 0,), m.other(x[x[:, 0] > 0])),
+    "features": lambda m, x: m.one(torch.cat([x[:, :3], x[:, 3:]], 1)) + m.other(x),
+}
+
+
+def by_place(run):
+    found = ModelGraph(TwoLayers(run), torch.randn(8, 6)).draws.across
+    return [what for _, what in found if "layers that other samples do not pass" in what]
+
+
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_a_layer_that_some_samples_pass_by_their_place_is_named(name):
+    assert by_place(BY_PLACE[name])
+
+
+@pytest.mark.parametrize("name", ALL_PASS)
+def test_a_layer_that_all_samples_pass_is_not_named(name):
+    assert not by_place(ALL_PASS[name])
+
+
+def test_a_layout_that_cuts_the_batch_warns_of_layers_by_place_before_the_result_differs():
+    torch.manual_seed(0)
+    batch = torch.randn(8, 6, dtype=torch.float64), torch.arange(8) % 4
+    with pytest.warns(UserWarning, match="takes slice, for layers that other samples do not pass, over all samples"):
+        assert not verify(TwoLayers(BY_PLACE["set"]).double(), "dp2", [batch]).equal

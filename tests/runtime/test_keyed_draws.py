@@ -25,6 +25,7 @@ from shardwright.rng import RngTracker
 from shardwright.runtime import keyed_numbers
 from shardwright.runtime.keyed_draws import key_draws
 from shardwright.runtime.keyed_numbers import KeyedNumbers
+from shardwright.verify import verify
 
 ALMOST_NONE = 1e-9
 """A probability that drops nothing of a small tensor: its threshold is 4 of 2**32."""
@@ -261,6 +262,18 @@ def test_a_draw_that_the_example_did_not_make_is_refused_where_no_module_draws()
 
     with pytest.raises(PlanError, match="'dropout' would depend on the layout"):
         losses(Sometimes(2, 3), "dp2", 2, torch.ones(8, 2))
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "pp2 mb2"])
+def test_a_draw_in_a_loss_is_refused_with_where_to_draw(line):
+    def noisy(output, targets):
+        return (output - torch.randn_like(output)).square().sum(), output.numel()
+
+    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+    with pytest.raises(PlanError, match=r"'randn_like' would depend on the layout") as failure:
+        verify(model, line, [(torch.ones(8, 2), torch.ones(8, 2))], loss=noisy)
+    assert "a call of it in the loss" in str(failure.value)
+    assert "draw them in the forward" in str(failure.value)
 
 
 def test_ranks_on_parts_hash_their_own_elements_only(monkeypatch):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils._pytree import tree_map_only
 
+from shardwright.analysis.calls.draw_calls import RefusesRandomNumbers
 from shardwright.analysis.objects.marked_inputs import marks_in
 from shardwright.analysis.on_meta.hidden_outputs import checked_loss
 from shardwright.analysis.on_meta.module_calls import call_model
@@ -201,11 +202,15 @@ class TrainStep:
     def _checked_loss(self, output: Any, targets: Any) -> Any:
         tp, is_first = self.plan.layout.factor("tp"), not self._is_checked
         self._is_checked = True
-        if is_first and (tp is not None or self.plan.schedule is not None):  # ranks have parts of the model
-            is_last = self.plan.schedule is not None and dist.is_available() and dist.is_initialized()
-            with RefusesCollective() if is_last else nullcontext(), self._refuses_gradients(output):
+        has_parts = is_first and (tp is not None or self.plan.schedule is not None)  # ranks have parts of the model
+        is_last = has_parts and self.plan.schedule is not None and dist.is_available() and dist.is_initialized()
+        with (
+            RefusesCollective() if is_last else nullcontext(),
+            RefusesRandomNumbers(in_loss=True) if is_first else nullcontext(),
+            self._refuses_gradients(output),
+        ):
+            if has_parts:
                 return checked_loss(self.loss, output, targets, str(tp or "pp"), all_of=tp is not None)
-        with self._refuses_gradients(output):
             return self.loss(output, targets)
 
     def _refuses_gradients(self, output: Any) -> AbstractContextManager[Any]:

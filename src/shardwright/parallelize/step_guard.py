@@ -74,7 +74,7 @@ class StepGuard:
         self._watch, self._watched = watch, WeakSet[torch.optim.Optimizer]()
         self._of_all: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._own = {id(parameter) for parameter in parameters.values()}
-        others = [p for model in models for p in model.parameters()]
+        others: list[Tensor] = [p for model in models for p in model.parameters()]
         # an optimizer that the model holds was copied with it, and has tensors with which the model no longer computes
         held = (value for _, value in outside_registration(models[0]) if isinstance(value, torch.optim.Optimizer))
         others += [tensor for optimizer in held for tensor in _tensors_of(optimizer)]

@@ -273,8 +273,8 @@ def _is_high(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
 class RefusesRandomNumbers(TorchFunctionMode):
     """A context in which a call that draws random numbers raises PlanError.
 
-    It is for code that runs where random numbers would depend on the layout. It inspects every function call and is
-    slow, so it is meant for a single forward.
+    It is for code that runs where random numbers would depend on the layout: a forward, or with ``in_loss`` the loss,
+    of which no record is made. It inspects every function call and is slow, so it is meant for a single forward.
 
     >>> with RefusesRandomNumbers():
     ...     functional.dropout(torch.ones(2), 0.5, training=True)
@@ -284,13 +284,24 @@ class RefusesRandomNumbers(TorchFunctionMode):
       ...
     """
 
+    def __init__(self, *, in_loss: bool = False) -> None:
+        super().__init__()
+        self._in_loss = in_loss
+
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
         if draws_numbers(function, args, named or {}):
-            is_known = function not in _OTHERS
+            is_known, what = function not in _OTHERS, f"the random numbers of '{function.__name__}'"
+            if self._in_loss:
+                raise PlanError(
+                    f"{what} would depend on the layout",
+                    given="a call of it in the loss, of which each rank computes its part",
+                    allowed="in the model's forward: " + KEYED_FUNCTIONS,
+                    fix="draw them in the forward, and return them with the output, or in the data loader",
+                )
             raise PlanError(
-                f"the random numbers of '{function.__name__}' would depend on the layout",
+                f"{what} would depend on the layout",
                 given="a call of it in the forward" + ", where the example of the inputs did not make it" * is_known,
                 allowed=KEYED_FUNCTIONS + ", in calls that the example makes too" * is_known,
                 fix=f"{EXAMPLE}; or take the call out" if is_known else UNKEYED_FIX,

@@ -76,7 +76,7 @@ class RecordedCall:
     running, and ``number`` the number of that call of the module, from 0.
 
     ``is_hidden`` says that in a real run no function mode can handle the operator's operands as shards. It ran inside
-    code that ``torch.jit.script`` has compiled, which calls no torch function, or inside a transform such as
+    code that ``torch.jit.trace`` has compiled, which calls no torch function, or inside a transform such as
     ``torch.vmap``, which wraps tensors, or hooks of the user's own keep the tensors that it saves for the backward.
 
     ``is_gathered`` says that the call takes or gives the state of a recurrent layer. Ranks that compute some of the

@@ -10,9 +10,14 @@ from shardwright.analysis.dims.dim_letters import Role
 from shardwright.analysis.dims.run_axes import DimAxis, RunAxes, leaves
 from shardwright.analysis.recorded.recording import RecordedCall, Recording, TensorUse
 from shardwright.analysis.samples.class_counts import used_counts
-from shardwright.analysis.samples.sample_selections import SampleFlow, picking_calls
+from shardwright.analysis.samples.sample_selections import SampleFlow, calls_picking_for_some, picking_calls
 from shardwright.analysis.samples.sample_windows import adds_up_groups, needs_other_samples
-from shardwright.analysis.samples.sums_over_samples import VIEWS, leading_to, sums_over_samples, trained_values
+from shardwright.analysis.samples.sums_over_samples import (
+    bases_of_views,
+    leading_to,
+    sums_over_samples,
+    trained_values,
+)
 
 _REDUCTIONS = frozenset((
     "amax", "amin", "aminmax", "linalg_vector_norm", "logsumexp", "max", "median", "min", "norm", "prod", "std",
@@ -53,7 +58,8 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
     - reductions such as a maximum, and softmax and the like along the samples;
     - operators that compare or multiply all samples with one another, as a contrastive loss does;
     - operators that need the dim of the samples whole, such as a convolution along it;
-    - sums of samples in groups, and samples picked by number that code combines with other samples;
+    - sums of samples in groups, and samples picked by number that code combines with other samples, or that pass a
+      layer which other samples do not pass;
     - nonlinear functions, such as a root, of sums over samples, if the sums depend on parameters and outputs on the
       results;
     - sums over samples that are written into a buffer, or whose values code reads;
@@ -72,6 +78,11 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
     read = ((module, of_run.sums.get(use)) for module, use in recording.read)
     causes += [(module, f"a decision by a {call.name}") for module, call in read if call is not None]
     causes += [(call.module, call.name) for call in picking_calls(flow, of_run.trained, of_run.leading)]
+    causes += [
+        (call.module, f"{call.name}, for layers that other samples do not pass,")
+        for call in calls_picking_for_some(recording, flow, of_run.leading)
+        if (call.module, call.name) not in causes
+    ]
     selected = _meetings_of_selected(recording, axes, of_run.leading)
     causes += [(call.module, f"{call.name}, of rows that a condition selects,") for call in selected]
     return dict.fromkeys(causes)
@@ -88,11 +99,7 @@ class _MeetingSearch:
         uses = (use for use in axes.uses if use.role is Role.SUM and not self.batch.isdisjoint(leaves(use.axis)))
         self.over = {id(use.call) for use in uses}
         """The ids of the operators that sum over a dim of samples."""
-        self.bases = dict[TensorUse, TensorUse]()
-        """Maps a view, such as a slice of a buffer, to the tensor that it is a part of."""
-        for call in recording.calls:
-            if call.name in VIEWS and call.operands:
-                self.bases |= dict.fromkeys(call.results, self.bases.get(call.operands[0], call.operands[0]))
+        self.bases = bases_of_views(recording)
 
     def of_batch(self, use: TensorUse) -> list[set[DimAxis]]:
         """Returns, for each dim of a tensor, the axes of samples in it."""

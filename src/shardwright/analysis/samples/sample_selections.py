@@ -6,7 +6,7 @@ takes samples apart and puts them together again, as a loop over the samples of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
@@ -161,6 +161,28 @@ def parameters_by_sample(recording: Recording, flow: SampleFlow) -> set[str]:
         for name in names if samples else ():
             samples_by_name.setdefault(name, set()).update(sample for sample in samples if sample is not None)
     return {name for name, samples in samples_by_name.items() if len(samples) == recording.num_samples > 1}
+
+
+def calls_picking_for_some(recording: Recording, flow: SampleFlow, leading: Set[TensorUse]) -> list[RecordedCall]:
+    """Returns the operators that pick samples by number for a layer that other samples do not pass, as ``f(h[:4])``.
+
+    A layer that takes each sample in one of several calls, as in a loop over parts of the batch, is none, and neither
+    is one whose results lead to no output (``leading``).
+    """
+    made_of = {use: {name} for name, use in recording.parameters.items()}
+    every, samples_by_name = frozenset(range(recording.num_samples)), dict[str, frozenset[int]]()
+    picked_for = dict[str, RecordedCall | None]()
+    for call in recording.calls:
+        names = set().union(*(made_of.get(use, ()) for use in call.operands))
+        values = [flow.values[use] for use in call.operands if use in flow.values]
+        if names and not values:
+            made_of.update((use, names) for use in call.results)
+        for name in names if values and not leading.isdisjoint(call.results) else ():
+            samples = frozenset().union(*(every if value.samples is None else value.samples for value in values))
+            samples_by_name[name] = samples_by_name.get(name, frozenset()) | samples
+            picked_for.setdefault(name, next((value.picked for value in values if value.picked is not None), None))
+    some = (name for name, samples in samples_by_name.items() if samples and samples < every)
+    return [picked for name in some if (picked := picked_for[name]) is not None]
 
 
 class _SampleFollower:

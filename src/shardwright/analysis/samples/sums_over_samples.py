@@ -26,9 +26,6 @@ _LOSSES = frozenset((
 _SOLVES = frozenset(("_linalg_solve_ex", "cholesky_solve", "linalg_lu_solve", "linalg_solve_triangular"))
 """Operators that solve with a matrix: one that is made of several samples goes back into each sample's result."""
 
-VIEWS = frozenset(("as_strided", "narrow", "select", "slice", "split", "split_with_sizes", "unbind", "view"))
-"""Operators whose results are views of elements of their operand: a write to a result also changes the operand."""
-
 
 def sums_over_samples(
     recording: Recording, axes: RunAxes, more: Collection[DimAxis] = ()
@@ -48,10 +45,8 @@ def sums_over_samples(
 
     sums: dict[TensorUse, RecordedCall] = {}
     back: list[RecordedCall] = []
-    viewed: dict[TensorUse, TensorUse] = {}  # view -> the tensor that it is a view of
+    bases = bases_of_views(recording)
     for call in recording.calls:
-        if call.name in VIEWS and call.operands:
-            viewed.update(dict.fromkeys(call.results, call.operands[0]))
         origin = next((sums[use] for use in call.operands if use in sums and not has_samples(use)), None)
         valued = [use for use in call.operands if use.has_fractions]
         is_sum = call.name.removesuffix("_") in _SUMS or (call.name in _LOSSES and not call.results[0].shape)
@@ -60,27 +55,39 @@ def sums_over_samples(
         elif origin is not None and any(map(has_samples, call.operands if call.name in _SOLVES else call.results)):
             back.append(origin)
         if origin is not None:
-            made = [*call.results, *call.written]
-            for use in made:
-                if use in viewed and viewed[use] not in made:  # a view that changes nothing is its own base
-                    made.append(viewed[use])
+            made = {*call.results, *call.written, *(bases.get(use, use) for use in (*call.results, *call.written))}
             sums.update((use, origin) for use in made if not has_samples(use))
     return sums, back
 
 
 def trained_values(recording: Recording) -> set[TensorUse]:
-    """Returns the values that depend on parameters."""
-    values = {*recording.parameters.values()}
+    """Returns the values that depend on parameters, those included to which code writes through views."""
+    bases, values = bases_of_views(recording), {*recording.parameters.values()}
     for call in recording.calls:
         if not values.isdisjoint(call.operands):
-            values.update(call.results, call.written)
+            values.update(call.results, call.written, (bases.get(use, use) for use in call.written))
     return values
 
 
 def leading_to(recording: Recording, outputs: Collection[TensorUse] | None = None) -> set[TensorUse]:
-    """Returns the values that ``outputs`` depend on, by default all outputs of the recording."""
-    values = {*(recording.outputs if outputs is None else outputs)}
+    """Returns the values that ``outputs`` depend on, by default all outputs of the recording.
+
+    A tensor that code writes to through a view depends on what it writes.
+    """
+    bases, values = bases_of_views(recording), {*(recording.outputs if outputs is None else outputs)}
+    written_to = {bases.get(use, use) for use in values}
     for call in reversed(recording.calls):
-        if not values.isdisjoint((*call.results, *call.written)):
+        is_written = any(bases.get(use, use) in written_to for use in call.written)
+        if is_written or not values.isdisjoint(call.results):
             values.update(call.operands)
+            written_to.update(bases.get(use, use) for use in call.operands)
     return values
+
+
+def bases_of_views(recording: Recording) -> dict[TensorUse, TensorUse]:
+    """Returns the tensor of which each view in a recorded run shows a part, or all elements in another shape."""
+    bases = dict[TensorUse, TensorUse]()
+    for call in recording.calls:
+        for use in call.viewed:
+            bases |= dict.fromkeys((result for result in call.results if result is not use), bases.get(use, use))
+    return bases
