@@ -24,7 +24,7 @@ NAMES = [
     *("Verdict", "World"),
     *("global_tensor", "launch", "layer_alone", "load", "load_weights", "packed", "parallelize", "per_sample"),
     "plan_layouts",
-    *("run_on_threads", "save", "save_weights"),
+    *("run_on_threads", "samples_in", "save", "save_weights"),
     *("time_layers", "verify", "whole", "without_values"),
 ]
 
@@ -48,6 +48,7 @@ PARAMETERS = {
     "plan_layouts": "model cluster batch loss= layout= fix= without= top= most_priced= anchors= tokens= memory_limit= "
     "roles= keep_in= look_further=",
     "run_on_threads": "mesh work device=",
+    "samples_in": "tensor dim",
     "save": "folder run optimizer extra= keep= wait=",
     "save_weights": "source to format= names= dtype= config= model= max_file_bytes= averages= force= check_only=",
     "time_layers": "model inputs repeats",

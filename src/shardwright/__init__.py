@@ -11,7 +11,7 @@ from shardwright.garbage_collection import collection_paused
 
 with collection_paused():
     from shardwright.analysis.chunks.costs import time_layers
-    from shardwright.analysis.objects.marked_inputs import packed, per_sample, whole
+    from shardwright.analysis.objects.marked_inputs import packed, per_sample, samples_in, whole
     from shardwright.checkpoint.loading import load
     from shardwright.checkpoint.saving import save
     from shardwright.comm.axis import Axis
@@ -60,6 +60,7 @@ __all__ = [
     "per_sample",
     "plan_layouts",
     "run_on_threads",
+    "samples_in",
     "save",
     "save_weights",
     "time_layers",

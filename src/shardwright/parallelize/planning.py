@@ -296,9 +296,10 @@ def num_rows(tree: Any) -> int:
             else f"no tensors{' but those that sw.whole marks' if marks_in(tree) else ''}",
             allowed="one number in dim 0 of all",
             fix="give each tensor of the batch, at least one, the samples in dim 0; in each batch and in the example "
-            "write sw.whole(tensor) for one that is the same for all samples, such as positions, and sw.packed(tensor, "
-            "counts) for one in which sample i has counts[i] rows, such as patches of pictures, and "
-            "sw.per_sample(values) for a list with an entry for each sample, such as pictures of several sizes",
+            "write sw.samples_in(tensor, 1) for one of (time, samples), sw.whole(tensor) for one that is the same for "
+            "all samples, such as positions, sw.packed(tensor, counts) for one in which sample i has counts[i] rows, "
+            "such as patches of pictures, and sw.per_sample(values) for a list with an entry for each sample, such as "
+            "pictures of several sizes",
         )
     return sizes.pop()
 

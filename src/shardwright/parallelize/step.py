@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.calls.draw_calls import RefusesRandomNumbers
-from shardwright.analysis.objects.marked_inputs import marks_in
+from shardwright.analysis.objects.marked_inputs import marks_in, own_samples_dims
 from shardwright.analysis.on_meta.hidden_outputs import checked_loss
 from shardwright.analysis.on_meta.module_calls import call_model
 from shardwright.analysis.samples.sample_mixing import warn_of_loss
@@ -236,8 +236,8 @@ class TrainStep:
         """Returns the model's output for all samples of ``inputs``, on every rank, in eval mode without gradients.
 
         ``inputs`` are all samples, equal on every rank. Each rank computes its share of them, and ranks join their
-        outputs. Every rank computes all samples if there are fewer samples than shares, under ``own-statistics``, and
-        if an output cannot be joined.
+        outputs. Every rank computes all samples if there are fewer samples than shares, under ``own-statistics``, if
+        an input has its samples in another dim than 0 (``sw.samples_in``), and if an output cannot be joined.
 
         Raises: PlanError, on every rank: ranks were given different inputs.
         """
@@ -246,7 +246,8 @@ class TrainStep:
             return self._output(inputs, range(num_samples), None)
         core = self._everyone.for_strategy("core")
         num_shares = prod(self.plan.mesh[axis] for axis in self.plan.row_axes)
-        if not self._joins or num_samples < num_shares or self.plan.layout.own_statistics:
+        is_apart = own_samples_dims(inputs)  # then so may the output's samples be in other dims than 0
+        if is_apart or not self._joins or num_samples < num_shares or self.plan.layout.own_statistics:
             can_join(OutputShare(num_samples), self.plan, core, ())
             return self._output(inputs, range(num_samples), None)
         output = self._output(inputs, self._shard.local_samples(num_samples), num_samples)
@@ -332,13 +333,16 @@ class TrainStep:
 def inputs_in(inputs: Any, plan: Plan) -> Any:
     """Returns a batch's inputs with floating-point tensors cast to the layout's compute dtype (bf16, fp16).
 
-    Raises: PlanError: an input is marked by ``sw.whole`` or ``sw.packed``, and layers would gather it over some axis.
+    Raises: PlanError: an input is marked by ``sw.whole``, ``sw.packed`` or ``sw.samples_in``, and layers would gather
+        it over some axis.
     """
     cuts = plan.row_axes - {*mesh_axes("copies")}
-    if cuts and Rung.ON_SHARDS not in plan.wrapped.get("", {}) and marks_in(inputs):
+    is_known = cuts and Rung.ON_SHARDS not in plan.wrapped.get("", {})
+    if is_known and (marks_in(inputs) or own_samples_dims(inputs)):
         raise PlanError(
-            "the model was planned without an input that has no samples",
-            given=f"a tensor marked by sw.whole or sw.packed, and samples cut over {', '.join(sorted(cuts))}",
+            "the model was planned without an input that has no samples, or not in dim 0",
+            given="a tensor marked by sw.whole, sw.packed or sw.samples_in, and samples cut over "
+            f"{', '.join(sorted(cuts))}",
             allowed="inputs that are marked in the example too",
             fix=f"{EXAMPLE}, with the marks",
         )

@@ -3,6 +3,9 @@
 There are three kinds: a tensor that all samples share, a packed tensor in which each sample has some rows, and a list
 with one entry per sample. A mark is a node of torch's trees, so that casts, copies and moves reach its tensors. Code
 that takes some samples of a batch treats marks apart. The model is called with the tensor or the list itself.
+
+A tensor with its samples in another dim is held with that dim in front, and is then cut as any other: no code but
+what calls the model or the loss, and what joins outputs, knows of it.
 """
 
 from __future__ import annotations
@@ -77,9 +80,27 @@ class SampleValues:
         return SampleValues([self.entries[place] for place in places])
 
 
+@dataclass(frozen=True, eq=False)
+class SampleDimFirst:
+    """A tensor of a batch, with its dim of samples moved to the front from dim ``dim``; made by :func:`samples_in`.
+
+    It is no mark (:func:`is_mark`): code that takes some samples of a batch treats ``tensor`` as any other.
+    """
+
+    tensor: Tensor
+    dim: int
+
+    def moved_back(self) -> Tensor:
+        """Returns the tensor as the model or the loss takes it, with the samples in dim ``dim``."""
+        return self.tensor.movedim(0, self.dim).contiguous()
+
+
 register_pytree_node(Whole, lambda mark: ([mark.tensor], None), lambda leaves, _: Whole(next(iter(leaves))))
 register_pytree_node(
     SampleRows, lambda mark: ([mark.tensor], mark.counts), lambda leaves, counts: SampleRows(next(iter(leaves)), counts)
+)
+register_pytree_node(
+    SampleDimFirst, lambda held: ([held.tensor], held.dim), lambda leaves, dim: SampleDimFirst(next(iter(leaves)), dim)
 )
 register_pytree_node(SampleValues, lambda mark: (mark.entries, None), lambda entries, _: SampleValues(list(entries)))
 
@@ -109,6 +130,38 @@ def whole(tensor: Tensor) -> Whole:
         allowed="a tensor that has no samples in dim 0; values that are no tensors go to every rank anyway, but for "
         "lists with an entry for each sample",
         fix="write sw.whole(torch.as_tensor(value)), or leave the mark out",
+    )
+
+
+def samples_in(tensor: Tensor, dim: int) -> SampleDimFirst:
+    """Says that a tensor of a batch has its samples in dim ``dim`` in place of dim 0, as one of (time, samples) has.
+
+    Recurrent layers and transformers of torch take such tensors unless they are made with ``batch_first=True``. Each
+    rank and microbatch gets its own samples, and the model or the loss is called with them in dim ``dim``. Write it for
+    inputs and targets, in the example and in each batch. Your own code that reads a batch finds the tensor, with the
+    samples in dim 0, in the attribute ``tensor``. No data is copied here; where the model is called, it gets a copy.
+
+    Raises: PlanError: ``tensor`` is not a tensor with such a dim.
+
+    >>> import torch, shardwright as sw
+    >>> class Tagger(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.rnn, self.head = torch.nn.LSTM(3, 8), torch.nn.Linear(8, 2)
+    ...     def forward(self, x):
+    ...         return self.head(self.rnn(x)[0])
+    >>> x, y = torch.randn(5, 4, 3), torch.randint(2, (5, 4))  # 5 steps of 4 samples
+    >>> print(sw.verify(Tagger(), "dp2 mb2", [(sw.samples_in(x, 1), sw.samples_in(y, 1))]))
+    equal to one device: loss, 6 gradients and 1 steps on 2 ranks, ...
+    """
+    if isinstance(tensor, Tensor) and -tensor.dim() <= dim < tensor.dim():
+        place = dim % tensor.dim()
+        return SampleDimFirst(tensor.movedim(place, 0), place)
+    raise PlanError(
+        "sw.samples_in says which dim of a tensor has the samples",
+        given=f"dim {dim} of {list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__}",
+        allowed="a tensor that has such a dim",
+        fix="write sw.samples_in(tensor, 1) for a tensor of (time, samples)",
     )
 
 
@@ -295,11 +348,34 @@ def packed_in(tree: Any) -> list[SampleRows | SampleValues]:
 
 
 def unmarked(tree: Any) -> Any:
-    """Returns a batch's inputs or targets as a model or a loss takes them: marks are replaced by what they mark."""
-    return tree_map(_without_mark, tree, is_leaf=is_mark) if _marks(tree) else tree
+    """Returns a batch's inputs or targets as a model or a loss takes them.
+
+    Marks are replaced by what they mark, and tensors get their samples where the user had them (:func:`samples_in`).
+    """
+    if isinstance(tree, Tensor) or not any(map(is_wrapped, tree_leaves(tree, is_leaf=is_wrapped))):
+        return tree
+    return tree_map(_without_mark, tree, is_leaf=is_wrapped)
+
+
+def is_wrapped(leaf: Any) -> bool:
+    """Returns whether a model takes another value in place of this: it is a mark, or :func:`samples_in` returned it."""
+    return isinstance(leaf, Whole | SampleRows | SampleValues | SampleDimFirst)
+
+
+def own_samples_dims(tree: Any) -> bool:
+    """Returns whether a user has said of a tensor in a batch in which dim its samples are (:func:`samples_in`).
+
+    >>> own_samples_dims([samples_in(torch.ones(2, 3), 1)]), own_samples_dims([torch.ones(2, 3)])
+    (True, False)
+    """
+    if isinstance(tree, Tensor):
+        return False
+    return any(isinstance(leaf, SampleDimFirst) for leaf in tree_leaves(tree, is_leaf=is_wrapped))
 
 
 def _without_mark(leaf: Any) -> Any:
     if isinstance(leaf, SampleValues):
         return list(leaf.entries)
+    if isinstance(leaf, SampleDimFirst):
+        return leaf.moved_back()
     return leaf.tensor if is_mark(leaf) else leaf

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 from shardwright.analysis.calls.autograd_graph import nodes_behind
 from shardwright.analysis.calls.reentrant_checkpoints import without_reentry
 from shardwright.analysis.calls.scripted_functions import see_scripted_functions
-from shardwright.analysis.objects.marked_inputs import is_mark, unmarked
+from shardwright.analysis.objects.marked_inputs import is_wrapped, unmarked
 from shardwright.analysis.on_meta.meta_device import on_meta
 
 
@@ -225,7 +225,7 @@ def given_to(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     >>> given_to(1), given_to([1, 2]), given_to({"x": 3})
     (((1,), {}), ((1, 2), {}), ((), {'x': 3}))
     """
-    inputs = (unmarked(inputs),) if is_mark(inputs) else unmarked(inputs)
+    inputs = (unmarked(inputs),) if is_wrapped(inputs) else unmarked(inputs)
     if isinstance(inputs, Mapping):
         return (), {name: _with_own_containers(value) for name, value in inputs.items()}
     return tuple(map(_with_own_containers, inputs if isinstance(inputs, tuple | list) else (inputs,))), {}

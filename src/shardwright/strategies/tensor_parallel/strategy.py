@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from shardwright.analysis.objects.marked_inputs import marks_in
+from shardwright.analysis.objects.marked_inputs import marks_in, own_samples_dims
 from shardwright.analysis.on_meta.hidden_outputs import refused_output
 from shardwright.analysis.recorded.weight_readers import read_by_others
 from shardwright.analysis.traced.structure import has_hooks, is_inside, is_known, owners
@@ -120,16 +120,18 @@ class TensorParallel:
         return with_hints(job.model, placed, [a.name for a in mode.axes if a.stream != "T"])
 
     def _placed(self, job: Job, plan: Plan, mode: Mode) -> Plan:
-        has_others = bool(mode.row_axes) and marks_in(job.example)  # plans for known layers would gather copies of it
+        # plans for known layers would gather copies of an input without samples, and samples along dim 0
+        has_others = bool(mode.row_axes) and bool(marks_in(job.example) or own_samples_dims(job.example))
         if job.recorded or has_others:  # stages were cut from a record, so a plan on shards comes first
             on_shards = place_on_shards(job, plan, mode, SOME)
             if on_shards is not None:
                 return on_shards
         if has_others:
             raise LayoutError(
-                "the layout gathers samples inside the model, which takes an input that has none",
-                given=f"an input marked by sw.whole or sw.packed, under {plan.layout.factor('tp')}, which cuts tokens, "
-                f"or layers of {type(job.model).__name__} that are not recorded",
+                "the layout gathers samples inside the model, which takes an input that has none, or not in dim 0",
+                given="an input marked by sw.whole, sw.packed or sw.samples_in, under "
+                f"{plan.layout.factor('tp')}, which cuts tokens, or layers of {type(job.model).__name__} that are not "
+                "recorded",
                 allowed="a model whose own code runs on shards of its tensors, or tp over one axis",
                 fix=f"write tp{prod(axis.size for axis in mode.axes)}, or leave out roles and options such as seq",
             )
