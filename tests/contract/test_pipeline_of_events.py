@@ -8,7 +8,8 @@ from tests.contract.cases import CHECKS, check_traffic, job_of, planned
 from tests.contract.test_on_shards import TOKENS, WORDS, FusedBlock, GroupedBlock, Language, OwnCase
 from torch import nn
 
-from shardwright.models.losses import CrossEntropy
+from shardwright import verify
+from shardwright.models.losses import CrossEntropy, MeanSquaredError
 from shardwright.parallelize.planning import StepTraffic
 from shardwright.plan import event_stages
 from shardwright.plan.event_stages import EventStages
@@ -115,3 +116,47 @@ def test_what_crosses_between_stages_is_read_from_the_record_that_they_were_cut_
     ):
         StepTraffic(job, plan, strategies, inputs).at({"pp": 0})
         assert len(count) == times
+
+
+# ---- several paths through the code, and modules that inputs mask
+
+
+class MaskedHead(nn.Module):
+    """A batch norm behind which the values of an input mask activations; none of them is selected."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, words, x):
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return self.out(x * words.ne(2).to(x.dtype).unsqueeze(-1))
+
+
+class Padded(nn.Module):
+    """Two paths: the first is taken where a sample has padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, 8), MaskedHead()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, words):
+        padding, x = words.eq(1), self.words(words)
+        if padding.any():
+            x = x * (1 - padding.to(x.dtype)).unsqueeze(-1)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.head(words, x)
+
+
+@pytest.mark.parametrize("factors", ["", " dp2", " dp2/zero1", " dp2/zero3"])
+@pytest.mark.parametrize("number", [2, 4])
+def test_no_module_runs_to_find_the_path_that_a_microbatch_takes(number, factors):
+    """It would take steps of its own: on buffers of batch norms, and by collectives that other ranks do not make."""
+    torch.manual_seed(0)
+    words = torch.randint(2, 20, (8, 5))
+    words[1, 3:] = 1
+    batch = words, torch.randn(8, 5, 1)
+    verdict = verify(Padded(), f"pp2/1f1b mb{number}/own-statistics{factors}", [batch] * 2, loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)

@@ -8,7 +8,7 @@ from torch.nn import functional
 from shardwright import launch, parallelize, verify, without_values
 from shardwright.errors import PlanError, RankFailedError
 from shardwright.layout import Layout
-from shardwright.models import CrossEntropy
+from shardwright.models import CrossEntropy, MeanSquaredError
 from shardwright.parallelize.planning import make_plan
 from shardwright.plan.plan import Job
 
@@ -276,6 +276,27 @@ class Shuffles(nn.Module):
 def test_ranks_without_samples_run_layers_that_torch_runs_on_some_alone(line):
     model = nn.Sequential(Shuffles(), nn.Flatten(), nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 5))
     verdict = verify(model, line, [(torch.randn(2, 2, 2, 2), torch.tensor([0, 3]))])
+    assert verdict.equal, str(verdict)
+
+
+class Enlarged(nn.Module):
+    """Shuffles in code that is recorded to be cut into stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Shuffles() for _ in range(3))
+        self.joined = nn.ModuleList(nn.Conv2d(3, 2, 1) for _ in range(3))
+
+    def forward(self, x):
+        assert x.size(1) == 2
+        for block, joined in zip(self.blocks, self.joined, strict=True):
+            x = x + joined(block(x))
+        return x
+
+
+@pytest.mark.parametrize("line", ["pp2 mb2 dp2 tp2", "pp2 mb3 tp2", "pp2 dp3"])
+def test_stages_without_samples_run_layers_that_torch_runs_on_some_alone(line):
+    verdict = verify(Enlarged(), line, [(torch.randn(2, 2, 2, 2),) * 2], loss=MeanSquaredError())
     assert verdict.equal, str(verdict)
 
 

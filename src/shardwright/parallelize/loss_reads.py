@@ -51,25 +51,28 @@ def leaves_read(loss_sum: Tensor, output: Any, since: int) -> list[Tensor]:
 
 
 class ParametersRead(TorchDispatchMode):
-    """A dispatch mode that lists, in ``leaves``, the trained leaf tensors that operators take, detached ones too.
+    """A dispatch mode that lists, in ``leaves``, the trained parameters whose values a loss takes, detached ones too.
 
     A loss that scales by ``model.head.weight.detach().norm()`` has no gradient for the weight, but reads its values.
+    Parameters in the model's ``output`` are left out.
 
-    >>> weight = nn.Parameter(torch.ones(1))
-    >>> with ParametersRead() as used:
-    ...     _ = weight.detach() * 2
+    >>> weight, output = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    >>> with ParametersRead(output) as used:
+    ...     _ = weight.detach() * output
     >>> used.leaves == [weight]
     True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, output: Any) -> None:
         super().__init__()
         self.leaves: list[Tensor] = []
+        self._outputs = {id(leaf) for leaf in tree_leaves(output)}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.leaves += [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Parameter) and x.requires_grad]
+        parameters = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Parameter) and x.requires_grad]
+        self.leaves += [parameter for parameter in parameters if id(parameter) not in self._outputs]
         return func(*args, **(kwargs or {}))
 
 

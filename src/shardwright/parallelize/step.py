@@ -191,7 +191,7 @@ class TrainStep:
         reads = reads_of(self.loss)
         if reads is not None:
             reads.check(self._executor.model, is_cut=self.plan.stages is not None)
-        with ParametersRead() as used:
+        with ParametersRead(output) as used:
             result = self._checked_loss(output, targets)
         if several:
             warn_of_counters(self.loss, counters, self.plan.layout, stacklevel=3)

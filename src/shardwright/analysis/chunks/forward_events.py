@@ -80,6 +80,9 @@ def function_name(function: Callable[..., Any]) -> str:
 _CONVERSIONS = frozenset(["to", "float", "double", "half", "bfloat16", "type", "type_as"])
 """The functions that return their operand itself if it already has the requested dtype."""
 
+_SELECTIONS = frozenset(["__getitem__", "gather", "index_select", "masked_select", "take", "take_along_dim"])
+"""The functions whose result has as many elements as an index or a mask selects."""
+
 
 class ParameterIndex:
     """Looks up the name of a model's parameter or buffer by the tensor itself; a tied tensor goes by its first name."""
@@ -203,9 +206,11 @@ class _ForwardRecorder(TorchFunctionMode):
         versions, before = [tensor._version for tensor in operands], self._work.now()
         num_reads, varies = self._values.num_reads, any(id(tensor) in self._varying for tensor in operands)
         results = self._selecting(func, args, named)
-        if varies and self._values.num_reads > num_reads:
+        has_read = varies and self._values.num_reads > num_reads
+        if has_read:
             self._decides_by_inputs()
-        if varies and not self.record.is_one_path:  # other inputs may select another number of elements
+        may_select = self._unit is None or function_name(func) in _SELECTIONS
+        if has_read or (varies and may_select and not self.record.is_one_path):  # other inputs may select other numbers
             self.record.selections.add(len(self.record.events))
         if self._has_autocast and function_name(func) in _CONVERSIONS and any(results is value for value in operands):
             with below_functions():

@@ -222,6 +222,8 @@ class GhostMode(TorchFunctionMode):
             with below_functions():
                 selects = self._chunk is None and number in self._chunked.record.selections and not event.written
                 if selects and any(isinstance(spec, GhostSpec) for spec in event.results):
+                    if event.number is not None:  # its code may change buffers and start collectives: recorded anew
+                        raise self._differs(f"{event}, which selects by values of inputs")
                     self._check_selected(event, call, args, named)
                 computed = self._lengths(event, call, args, named)
                 return self._ghosts(event, tensors, computed)

@@ -20,6 +20,7 @@ from shardwright.errors import EXAMPLE, LayoutError
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.schedule import Schedule
 from shardwright.rng import RngTracker
+from shardwright.runtime.empty_batches import support_empty_batches
 from shardwright.runtime.executor import Microbatch, OutputHandler
 from shardwright.strategies.pipeline.ghost_mode import GhostMode
 from shardwright.strategies.pipeline.ghost_parameters import GhostParameters
@@ -52,6 +53,7 @@ class GhostStage(PipelineStage[EventStages]):
     _plain: Mapping[str, nn.Module] = field(default_factory=dict)
     _names: ParameterIndex | None = None
     _edges: tuple[Edge, ...] = ()
+    _takes_no_samples: bool = False
 
     def expect(
         self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]], *, announced: bool = False
@@ -137,6 +139,9 @@ class GhostStage(PipelineStage[EventStages]):
                 self.stages.model.get_submodule(path).training = module.training
             if self.rng is not None:
                 self.rng.samples = microbatch.samples
+            if not len(microbatch.samples) and not self._takes_no_samples:
+                self._takes_no_samples = True
+                support_empty_batches(self.stages.model)
             chunked = self.stages.with_inputs(inputs, None if self.rng is None else self.rng.draw)
             self._check_homes(chunked)
             kind = (str(tree), self.model.training)
