@@ -47,6 +47,32 @@ def test_a_maximum_over_each_sample_is_not_named(line, dims):
         assert verdict_of(Scaled(dims), line).equal
 
 
+class Measuring(nn.Module):
+    """A maximum over the batch, which is dropped, or kept in an attribute or a buffer for the next forward."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.layer, self.keep = nn.Linear(4, 4), keep
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        x = self.layer(x)
+        most = x.detach().abs().max()
+        if self.keep == "buffer":
+            self.largest.copy_(most)
+        elif self.keep == "attribute":
+            self.now = most
+        return x
+
+
+@pytest.mark.parametrize("keep", ["", "attribute", "buffer"])
+def test_a_maximum_that_nothing_uses_is_not_named(keep):
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True, action="always") as told:
+        verdict_of(Measuring(keep), "dp2")
+    assert any("takes max over all samples" in str(warning.message) for warning in told) == bool(keep)
+
+
 def test_a_maximum_over_the_batch_is_not_named_where_each_microbatch_is_a_batch_of_its_own():
     torch.manual_seed(0)
     with warnings.catch_warnings():

@@ -378,3 +378,17 @@ def test_a_batch_norm_of_one_value_in_a_microbatch_of_its_own_is_refused():
 
     with pytest.raises(PlanError, match="one value for each channel of a microbatch"):
         launch(work, 1, ranks="threads")
+
+
+def test_an_assertion_of_a_dtype_is_explained_under_a_layout_in_another():
+    class Strict(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            assert y.dtype in (torch.float32, torch.float64), "one dtype alone"
+            return y
+
+    batch = torch.ones(4, 4), torch.ones(4, 4)
+    assert verify(Strict(4, 4), "dp2", [batch], loss=MeanSquaredError()).equal
+    with pytest.raises(PlanError, match="does not run in bf16") as failure:
+        verify(Strict(4, 4), "dp2 bf16", [batch], loss=MeanSquaredError())
+    assert "AssertionError: one dtype alone" in str(failure.value)

@@ -46,16 +46,17 @@ def check_full(model: nn.Module, plan: Plan, num_global: int) -> None:
 def torch_errors_explained(plan: Plan) -> Iterator[None]:
     """Returns a context in which errors of torch that a layout has brought about are raised as PlanErrors.
 
-    These are operators that do not run in bf16 or fp16, or not on tensors of two dtypes, a BatchNorm on a
-    microbatch of its own with one value for each channel, and forwards that write to weights which the backward of an
-    earlier microbatch still needs. Other errors are raised as they are.
+    These are operators that do not run in bf16 or fp16, or not on tensors of two dtypes, assertions of a dtype there, a
+    BatchNorm on a microbatch of its own with one value for each channel, and forwards that write to weights which the
+    backward of an earlier microbatch still needs. Other errors are raised as they are.
     """
     precision, layout = plan.layout.precision, plan.layout
     try:
         yield
-    except (RuntimeError, ValueError) as failure:
+    except (RuntimeError, ValueError, AssertionError) as failure:
         text = first_line(failure)
         description = f"{type(failure).__name__}: {text}{line_of(failure)}, under {layout}"
+        is_asserted = isinstance(failure, AssertionError) and "dtype" in description
         if layout.own_statistics and ONE_VALUE in text:
             raise PlanError(
                 "a BatchNorm has one value for each channel of a microbatch",
@@ -72,7 +73,7 @@ def torch_errors_explained(plan: Plan) -> Iterator[None]:
                 fix="compute the changed weight anew, as weight = F.normalize(self.weight); or leave out pp, or mb",
             ) from failure
         is_torchs = not isinstance(failure, ValueError) or text.startswith("RNN input dtype")
-        if precision != "fp32" and is_torchs and _DTYPES.search(text):
+        if precision != "fp32" and (is_asserted or (is_torchs and _DTYPES.search(text))):
             raise PlanError(
                 f"the model's code does not run in {precision}",
                 given=description,

@@ -174,12 +174,12 @@ def verify(
 
 
 def _may_be_of_dtype(failure: LayoutError | PlanError) -> bool:
-    """Returns whether an error may come of the dtype: torch's own, or one of a parameter that the forward converts.
+    """Returns whether an error may come of the dtype: torch's own, an assertion, or a parameter that code converts.
 
     So may the refusal of a layout be, where the forward cannot be recorded: its code may assert a dtype.
     """
-    is_torchs = isinstance(failure.__cause__, RuntimeError)
-    return is_torchs or "not be recorded" in str(failure) or " the parameter '" in failure.what
+    is_codes = isinstance(failure.__cause__, RuntimeError | AssertionError)
+    return is_codes or "not be recorded" in str(failure) or " the parameter '" in failure.what
 
 
 def _only_in_float32(model: nn.Module, loss: nn.Module, batch: Batch) -> str:

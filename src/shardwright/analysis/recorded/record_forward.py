@@ -69,10 +69,11 @@ def _record(
         _note_samples(packed_in(inputs), recorded)
         with torch.enable_grad(), within(recorded), recorded:
             outputs = call_model(model, inputs)
-        recording.set_attributes = {
-            (path, name) for path, module in model.named_modules() for name, value in own_attributes(module).items()
-            if any(isinstance(leaf, Tensor) and recorded.is_computed(leaf) for leaf in tree_leaves(value))
-        }  # fmt: skip
+        for path, module in model.named_modules():
+            for name, value in own_attributes(module).items():
+                held = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and recorded.is_computed(leaf)]
+                if held:
+                    recording.set_attributes[path, name] = [recorded.use(tensor) for tensor in held]
         replaced = {name: recorded.use(buffer, "constant") for name, buffer in model.named_buffers()}
         recording.new_buffers = {name: use for name, use in replaced.items() if recording.buffers.get(name) is not use}
         recorded.note_in_digest("outputs", outputs)

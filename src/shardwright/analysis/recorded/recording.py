@@ -133,9 +133,9 @@ class Recording:
     buffers: dict[str, TensorUse] = field(default_factory=dict)
     new_buffers: dict[str, TensorUse] = field(default_factory=dict)
     """The tensors that code puts in the place of buffers (``self.memory = state.detach()``), by the buffer's name."""
-    set_attributes: set[tuple[str, str]] = field(default_factory=set)
-    """The attributes of modules in which code has stored computed tensors (``self.loss = ...``, or a list of tensors),
-    as (module path, attribute name)."""
+    set_attributes: dict[tuple[str, str], list[TensorUse]] = field(default_factory=dict)
+    """The computed tensors that code has stored in attributes of modules (``self.loss = ...``, or in a list there), by
+    (module path, attribute name)."""
     inputs: list[TensorUse] = field(default_factory=list)
     """The inputs that have samples in dim 0; if no input has, one that no code reads stands for them.
     ``marked_inputs`` are the tensors that the user marked as having no samples in dim 0 (:func:`is_mark`), and

@@ -95,11 +95,15 @@ class _MeetingSearch:
         self.recording, self.axes = recording, axes
         self.batch = axes.of_samples(recording.inputs)
         self.sums, _ = sums_over_samples(recording, axes)
+        self.bases = bases_of_views(recording)
         self.trained, self.leading = trained_values(recording), leading_to(recording)
+        kept = {use for call in recording.calls for use in call.written if self.bases.get(use, use).kind == "buffer"}
+        kept.update(recording.new_buffers.values(), *recording.set_attributes.values())
+        self.used = leading_to(recording, {*recording.outputs, *kept, *(use for _, use in recording.read)})
+        """What outputs, buffers, attributes and decisions of the code depend on."""
         uses = (use for use in axes.uses if use.role is Role.SUM and not self.batch.isdisjoint(leaves(use.axis)))
         self.over = {id(use.call) for use in uses}
         """The ids of the operators that sum over a dim of samples."""
-        self.bases = bases_of_views(recording)
 
     def of_batch(self, use: TensorUse) -> list[set[DimAxis]]:
         """Returns, for each dim of a tensor, the axes of samples in it."""
@@ -128,6 +132,8 @@ class _MeetingSearch:
 
     def _meet_in(self, call: RecordedCall, name: str, first: TensorUse) -> bool:
         """Returns whether an operator computes values from several samples otherwise than by a plain sum."""
+        if self.used.isdisjoint((*call.results, *call.written)):
+            return False
         if name in _REDUCTIONS and first.kind != "constant" and self._reduces(call):
             return True
         if name in _ALONG and first.has_fractions and self._is_along_samples(call, name, first):
