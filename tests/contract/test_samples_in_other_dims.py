@@ -1,123 +1,113 @@
-"""Batches whose samples are in dim 1, as torch's recurrent layers and transformers take them: every promise holds."""
+"""Models whose own code puts the samples in another dim than the first: every layout computes what one device does."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.contract.cases import CHECKS
+from tests.contract.cases import CHECKS, check_equal, check_traffic, planned
 from tests.contract.test_on_shards import TOKENS, WIDTH, WORDS, OwnCase
 from torch import nn
 
-import shardwright as sw
-from shardwright.errors import LayoutError, PlanError
 from shardwright.models.losses import CrossEntropy
+from shardwright.strategies.tensor_parallel.shards_plan import share_cut
+
+WAYS = {
+    "tokens first": (lambda h: h.transpose(0, 1), lambda h: h.transpose(0, 1)),
+    "rows of tokens": (lambda h: h.flatten(0, 1), lambda h: h.view(-1, TOKENS, WIDTH)),
+    "rows of tokens, tokens first": (
+        lambda h: h.transpose(0, 1).flatten(0, 1),
+        lambda h: h.view(TOKENS, -1, WIDTH).transpose(0, 1),
+    ),
+}
 
 
-class Encoder(nn.Module):
-    """A transformer with the time in dim 0, as torch makes it by default."""
+class Blocks(nn.Module):
+    """Blocks of two linears and two dropouts, which get the tokens in one of the ways."""
+
+    def __init__(self, way, inner=32):
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, inner), nn.ReLU(), nn.Dropout(0.2), nn.Linear(inner, WIDTH), nn.Dropout(0.2))
+            for _ in range(2)
+        )
+        self.way = way
+
+    def forward(self, tokens):
+        there, back = WAYS[self.way]
+        h = there(self.words(tokens))
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(back(h))
+
+
+class Attends(nn.Module):
+    """Looks words up with the tokens first, as torch's attention takes them by default."""
 
     def __init__(self):
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 24, dropout=0.1)
-        self.encoder, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(WIDTH, WORDS)
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.attention, self.norm = nn.MultiheadAttention(WIDTH, 4, dropout=0.1), nn.LayerNorm(WIDTH)
+        self.network = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, WIDTH))
 
-    def forward(self, words):
-        return self.head(self.encoder(self.words(words)))
-
-
-class Recurrent(nn.Module):
-    """A recurrent network with the time in dim 0; its first state has the samples in dim 1 too."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.rnn = nn.Embedding(WORDS, WIDTH), nn.GRU(WIDTH, WIDTH, 2, dropout=0.1)
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, words, state=None):
-        return self.head(self.rnn(self.words(words), state)[0])
+    def forward(self, tokens):
+        h = self.words(tokens.transpose(0, 1))
+        h = self.norm(h + self.attention(h, h, h, need_weights=False)[0])
+        return self.head((h + self.network(h)).transpose(0, 1))
 
 
-class TimeFirst(OwnCase):
-    @property
-    def batches(self):
-        return [tuple(sw.samples_in(tensor.T.contiguous(), 1) for tensor in batch) for batch in super().batches]
+def case_of(name, model):
+    return OwnCase(name, model, CrossEntropy(), num_tokens=TOKENS, num_samples=(9, 4))
 
 
-def case_of(model):
+with torch.random.fork_rng():
     torch.manual_seed(1)
-    return TimeFirst(model.__name__, model(), CrossEntropy(), num_tokens=TOKENS)
+    CASES = {name: case_of(name, Blocks(name)) for name in WAYS} | {"attends": case_of("attends", Attends())}
+
+LINES = (
+    "tp2", "tp2 dp2", "tp4/2d", "tp2/sp", "mb2 tp2/sp", "pp2/1f1b mb2 tp2/sp", "tp2x2x2/3d", "tp2x2x2/2.5d mb2",
+    "dp2/zero3 tp2/sp recompute:full", "pp2/1f1b mb2 dp2/zero1 tp2",
+)  # fmt: skip
 
 
-CASES = {model.__name__: case_of(model) for model in (Encoder, Recurrent)}
-LINES = ("dp2", "dp2/zero3 mb2", "tp2", "tp2x2/2d", "tp2x2x2/3d", "tp2/sp", "pp2/1f1b mb2", "pp2 mb2 dp2/zero1 tp2")
-
-
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("name", CASES)
-def test_a_model_that_takes_the_time_first_keeps_every_promise(name, line):
+def test_samples_may_be_in_any_dim(name, line):
+    assert share_cut(planned(line, CASES[name])[0]) > 0.8
     for check in CHECKS:
         check(line, CASES[name])
 
 
-def time_first(steps, samples, width=WIDTH):
-    draw = torch.Generator().manual_seed(0)
-    return torch.randn(steps, samples, width, generator=draw), torch.randint(3, (steps, samples), generator=draw)
+def test_where_weights_are_larger_than_activations_nothing_is_gathered_from_other_dims():
+    """Column- and row-parallel would send less there, and would gather samples from dim 0."""
+    case = case_of("wide", Blocks("tokens first", inner=512))
+    plan, _ = planned("tp2/sp", case)
+    assert {plan.roles[f"blocks.0.{layer}"].name for layer in (0, 3)} == {"tp:t"}
+    check_equal("tp2/sp", case)
 
 
-class Tagger(nn.Module):
-    def __init__(self):
+class Positions(nn.Module):
+    """Computes positions by layers of their own, which get no samples."""
+
+    def __init__(self, inner):
         super().__init__()
-        torch.manual_seed(0)
-        self.rnn, self.head = nn.LSTM(WIDTH, WIDTH, 2), nn.Linear(WIDTH, 3)
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.places = nn.Embedding(TOKENS, WIDTH)
+        self.network = nn.Sequential(nn.Linear(WIDTH, inner), nn.GELU(), nn.Linear(inner, WIDTH))
+        self.block = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
 
-    def forward(self, x, *state):
-        return self.head(self.rnn(x, state or None)[0])
-
-
-@pytest.mark.parametrize("line", ["dp2", "dp2 mb2", "tp2", "pp2 mb2"])
-def test_states_have_their_samples_in_dim_1_too(line):
-    x, y = time_first(5, 4)
-    inputs = tuple(sw.samples_in(tensor, 1) for tensor in (x, torch.zeros(2, 4, WIDTH), torch.zeros(2, 4, WIDTH)))
-    verdict = sw.verify(Tagger(), line, [(inputs, sw.samples_in(y, 1))] * 2)
-    assert verdict.equal, str(verdict)
+    def forward(self, tokens):
+        places = self.network(self.places(torch.arange(TOKENS, device=tokens.device)))
+        h = self.words(tokens) + places
+        return self.head(h + self.block(h))
 
 
-@pytest.mark.parametrize("line", ["single", "dp2", "dp2 mb2", "pp2 mb2", "tp2x2/2d"])
-@pytest.mark.parametrize("steps", [2, 4, 5])
-def test_predictions_are_of_all_samples_whatever_the_number_of_steps(line, steps):
-    """On two ranks two steps are as many as samples, which are not to be taken for these."""
-    x, model = time_first(steps, 4)[0], Tagger()
-    expected = model(x).detach()
-
-    def work(world):
-        return sw.parallelize(model, line, world, example=sw.samples_in(x, 1)).predict(sw.samples_in(x, 1))
-
-    for output in sw.launch(work, sw.Layout.parse(line).num_ranks, ranks="threads"):
-        torch.testing.assert_close(output, expected)
-
-
-def test_ranks_evaluate_their_own_samples():
-    x, y = time_first(5, 4)
-    model = Tagger()
-    expected = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()).item()
-
-    def work(world):
-        run = sw.parallelize(model, "dp2", world, example=sw.samples_in(x, 1))
-        return [run.evaluate(part).item() for part in run.shard([(sw.samples_in(x, 1), sw.samples_in(y, 1))])]
-
-    assert [loss for losses in sw.launch(work, 2, ranks="threads") for loss in losses] == pytest.approx([expected] * 2)
-
-
-def test_a_batch_with_the_time_first_is_refused_with_what_to_write():
-    x, y = time_first(5, 4)
-    states = torch.zeros(2, 4, WIDTH), torch.zeros(2, 4, WIDTH)
-    with pytest.raises(LayoutError, match=r"sw\.samples_in\(tensor, 1\)"):
-        sw.verify(Tagger(), "dp2", [((x, *states), y)])
-
-
-@pytest.mark.parametrize(("tensor", "dim"), [(torch.ones(3), 1), (torch.ones(2, 3), -3), ([1, 2], 0)])
-def test_only_a_dim_that_a_tensor_has_can_be_that_of_the_samples(tensor, dim):
-    with pytest.raises(PlanError, match=r"sw\.samples_in says which dim"):
-        sw.samples_in(tensor, dim)
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("line", ["tp2", "dp4 tp2", "tp2/sp", "mb2 tp2/sp", "tp2x2/2d", "tp2x2x2/3d", "dp2 tp2x2/2d"])
+@pytest.mark.parametrize(("inner", "samples"), [(512, (16, 9)), (32, (3, 1))], ids=["wide", "few samples"])
+def test_layers_of_positions_get_no_samples_and_send_what_is_said(inner, samples, line):
+    torch.manual_seed(1)
+    case = OwnCase("positions", Positions(inner), CrossEntropy(), num_tokens=TOKENS, num_samples=samples)
+    check_equal(line, case)
+    check_traffic(line, case)
