@@ -4,8 +4,8 @@ There are three kinds: a tensor that all samples share, a packed tensor in which
 with one entry per sample. A mark is a node of torch's trees, so that casts, copies and moves reach its tensors. Code
 that takes some samples of a batch treats marks apart. The model is called with the tensor or the list itself.
 
-A tensor with its samples in another dim is held with that dim in front, and is then cut as any other: no code but
-what calls the model or the loss, and what joins outputs, knows of it.
+A tensor with its samples in another dim is held with that dim in front, and is then cut as any other. Only code that
+calls the model or the loss, joins outputs, or plans grids knows of it.
 """
 
 from __future__ import annotations
