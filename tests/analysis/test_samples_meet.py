@@ -176,7 +176,15 @@ MEET = {
     "index_put": lambda y: y - torch.zeros(2, 4, device=y.device).index_put((near(y),), y, accumulate=True)[near(y)],
 }
 
+def packed(y):
+    """Puts the samples that a condition selects in the order of their lengths, as torch packs sequences."""
+    rows = y[y[:, 0] > 0]
+    lengths, order = (rows > 0).sum(1).sort(descending=True)
+    return (rows[order] * lengths[:, None]).sum()
+
+
 APART = {
+    "selected rows in the order of their lengths": packed,
     "two orders in what is not returned": lambda y: (of_channels(y, lambda z: z.repeat(3, 1)), y)[1],
     "two orders of counts": lambda y: (y, of_channels((y > 0).long(), lambda z: z.repeat(3, 1))),
     "shuffled channels beside others": lambda y: y + y.view(-1, 2, 2).transpose(1, 2).reshape(-1, 4),

@@ -237,9 +237,10 @@ def _meetings_of_selected(
         along = None if name in ("flip", "roll") else _PICKS.get(name, _ALONG.get(name))
         dim_argument = [] if along is None else call.argument(along, "dim", 0 if name in _PICKS else -1)
         named = {dim % len(x.shape) for dim in ([dim_argument] if isinstance(dim_argument, int) else dim_argument)}
+        mixes = named.intersection(dims) or (name in _REDUCTIONS and not any(map(dims_of, call.results)))
         if name in _PICKS and named.intersection(dims):
             taken.setdefault(x, []).append(call)
-        elif named.intersection(dims) or (name in _REDUCTIONS and not any(map(dims_of, call.results))):
+        elif mixes and (x.has_fractions or name != "sort"):  # numbers such as lengths are sorted to pack sequences
             yield call
     for x, calls in taken.items():
         (dim, *_) = dims_of(x)
