@@ -148,9 +148,9 @@ class KeyedDropout:
                 allowed="activations whose dim 0 is the samples; inside torch's transformer layers dim 1, too; other "
                 "dims where a record of the forward says where the samples are",
                 fix=self.rng.fix_for_samples(
-                    "give parallelize(..., example=inputs), by which the forward is recorded, or apply dropout after "
-                    "the samples are in dim 0; or, where run.model is called by hand, write run.step(batch) to train "
-                    "or run.predict(inputs)"
+                    "write sw.samples_in(tensor, 1) for a batch of (time, samples), give parallelize(..., "
+                    "example=inputs), by which the forward is recorded, or apply dropout after the samples are in dim "
+                    "0; or, where run.model is called by hand, write run.step(batch) to train or run.predict(inputs)"
                 ),
             )
         return None

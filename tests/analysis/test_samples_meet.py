@@ -176,6 +176,7 @@ MEET = {
     "index_put": lambda y: y - torch.zeros(2, 4, device=y.device).index_put((near(y),), y, accumulate=True)[near(y)],
 }
 
+
 def packed(y):
     """Puts the samples that a condition selects in the order of their lengths, as torch packs sequences."""
     rows = y[y[:, 0] > 0]

@@ -117,6 +117,12 @@ def test_a_batch_with_the_time_first_is_refused_with_what_to_write():
         sw.verify(Tagger(), "dp2", [((x, *states), y)])
 
 
+def test_dropout_across_what_are_no_samples_is_refused_with_what_to_write():
+    words = torch.randint(WORDS, (6, 4))
+    with pytest.raises(PlanError, match=r"write sw\.samples_in\(tensor, 1\)"):
+        sw.verify(Encoder(), "dp2", [(words, words)])
+
+
 @pytest.mark.parametrize(("tensor", "dim"), [(torch.ones(3), 1), (torch.ones(2, 3), -3), ([1, 2], 0)])
 def test_only_a_dim_that_a_tensor_has_can_be_that_of_the_samples(tensor, dim):
     with pytest.raises(PlanError, match=r"sw\.samples_in says which dim"):
