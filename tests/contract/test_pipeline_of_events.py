@@ -8,7 +8,7 @@ from tests.contract.cases import CHECKS, check_traffic, job_of, planned
 from tests.contract.test_on_shards import TOKENS, WORDS, FusedBlock, GroupedBlock, Language, OwnCase
 from torch import nn
 
-from shardwright import verify
+from shardwright import launch, parallelize, verify
 from shardwright.models.losses import CrossEntropy, MeanSquaredError
 from shardwright.parallelize.planning import StepTraffic
 from shardwright.plan import event_stages
@@ -160,3 +160,69 @@ def test_no_module_runs_to_find_the_path_that_a_microbatch_takes(number, factors
     batch = words, torch.randn(8, 5, 1)
     verdict = verify(Padded(), f"pp2/1f1b mb{number}/own-statistics{factors}", [batch] * 2, loss=MeanSquaredError())
     assert verdict.equal, str(verdict)
+
+
+class Picks(nn.Module):
+    """Takes the words at places that code outside has found, or finds them itself, or cuts all by their number."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(8, 8)
+
+    def forward(self, x, words, places):
+        x = self.layer(x)
+        if self.how == "places":
+            return x[places]
+        if self.how == "mask":
+            return x[words.ne(1)]
+        return x[:, : 3 if int(words.eq(1).sum()) else 5]
+
+
+class Picking(Padded):
+    def __init__(self, how):
+        super().__init__()
+        self.head, self.pick, self.last = None, Picks(how), nn.Linear(8, 1)
+
+    def forward(self, words):
+        padding, x = words.eq(1), self.words(words)
+        if padding.any():
+            x = x * (1 - padding.to(x.dtype)).unsqueeze(-1)
+        x = self.pick(x, words, padding.logical_not().nonzero(as_tuple=True))
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.last(x)
+
+
+def squares(output, targets):
+    return output.square().sum(), len(targets)
+
+
+def few_words():
+    """Words of eight samples, of which each has more than the one before; the others are padding."""
+    torch.manual_seed(0)
+    words = torch.randint(2, 20, (8, 5))
+    words[torch.arange(8)[:, None] < torch.tensor([1, 2, 4, 6, 7])] = 1
+    return words
+
+
+@pytest.mark.parametrize("line", ["pp2/1f1b mb4", "pp2/1f1b mb2 dp2/zero1"])
+@pytest.mark.parametrize("how", ["places", "mask"])
+def test_microbatches_of_which_a_module_picks_unlike_numbers_of_words_are_followed(how, line):
+    verdict = verify(Picking(how), line, [(few_words(), torch.zeros(8))] * 2, loss=squares)
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.filterwarnings("ignore:.*over all samples of a batch")
+def test_a_module_that_cuts_by_values_of_a_microbatch_is_followed_in_each_of_them():
+    """One device looks at all samples, so the losses are compared with those of microbatches without stages."""
+    words = few_words()
+    words[2:] = 3
+    torch.manual_seed(0)
+    model = Picking("cut")
+
+    def work(world, line):
+        run = parallelize(model, line, world, loss=squares, example=words)
+        return [run.step(part).item() for part in run.shard([(words, torch.zeros(8))] * 2)]
+
+    of_stages, alone = (launch(work, line, line, ranks="threads")[0] for line in ("pp2/1f1b mb4", "mb4"))
+    assert of_stages == pytest.approx(alone)

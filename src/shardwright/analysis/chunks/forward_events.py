@@ -37,6 +37,7 @@ from shardwright.analysis.chunks.forward_record import (
     forget_values,
     plain_of,
     raised_again,
+    shapes_from_inputs,
     tag_value,
     value_mark,
     value_name,
@@ -79,9 +80,6 @@ def function_name(function: Callable[..., Any]) -> str:
 
 _CONVERSIONS = frozenset(["to", "float", "double", "half", "bfloat16", "type", "type_as"])
 """The functions that return their operand itself if it already has the requested dtype."""
-
-_SELECTIONS = frozenset(["__getitem__", "gather", "index_select", "masked_select", "take", "take_along_dim"])
-"""The functions whose result has as many elements as an index or a mask selects."""
 
 
 class ParameterIndex:
@@ -209,9 +207,8 @@ class _ForwardRecorder(TorchFunctionMode):
         has_read = varies and self._values.num_reads > num_reads
         if has_read:
             self._decides_by_inputs()
-        may_select = self._unit is None or function_name(func) in _SELECTIONS
-        if has_read or (varies and may_select and not self.record.is_one_path):  # other inputs may select other numbers
-            self.record.selections.add(len(self.record.events))
+        if has_read or (varies and self._unit is None and not self.record.is_one_path):
+            self.record.selections.add(len(self.record.events))  # other inputs may select another number of elements
         if self._has_autocast and function_name(func) in _CONVERSIONS and any(results is value for value in operands):
             with below_functions():
                 # under autocast the operand of a real run has another dtype than on meta, so the result is a new tensor
@@ -289,6 +286,7 @@ class _ForwardRecorder(TorchFunctionMode):
             self.record.is_one_path = False
         else:
             self.record.deciding.add(self._unit)
+            self.record.selections.add(self._unit)
 
     def _buffers_in(self, tensor: Tensor) -> frozenset[str]:
         """Returns the name of the buffer that a tensor is, or the names of the buffers that it was computed from."""
@@ -457,7 +455,8 @@ class _ForwardRecorder(TorchFunctionMode):
             self._note_functions(tensors_of(results))
             self._unit = None
             reads, cost = frozenset(self._reads), self._work.since(before)
-            self._add(path, number, operands, takes, plain_of(args, named), results, written, reads, cost, kept)
+            plain = (*plain_of(args, named), *shapes_from_inputs(operands, takes))
+            self._add(path, number, operands, takes, plain, results, written, reads, cost, kept)
         if raised is not None:
             raise raised
         return results

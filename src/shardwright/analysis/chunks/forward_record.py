@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -74,7 +74,8 @@ class ForwardEvent:
 
     ``name`` is a module's path and ``number`` counts its calls; for a function, ``name`` is the function's name and
     ``number`` is None. ``takes`` names the tensors among the arguments: values by :data:`ValueName`, parameters by
-    their names, and None for other tensors. ``plain`` is what :func:`plain_of` returns for the arguments.
+    their names, and None for other tensors. ``plain`` is what :func:`plain_of` returns for the arguments,
+    and of a module's call :func:`shapes_from_inputs` too.
     ``results`` are the leaves of the returned ``tree``, with a :class:`GhostSpec`, :class:`SharedOperand` or
     :class:`LengthResult` for each tensor. ``written`` lists the operands that the call writes to, as pairs of their
     index in ``takes`` and their new value. ``reads`` has the names of the parameters that the call uses and, for a
@@ -221,6 +222,14 @@ def plain_of(args: Any, named: Any) -> tuple[str, ...]:
     Arguments inside lists, tuples and dicts are included; a slice with a tensor as a bound is left out.
     """
     return tuple(repr(leaf) for leaf in tree_leaves((args, named)) if _is_plain(leaf))
+
+
+def shapes_from_inputs(operands: Iterable[Tensor], takes: Iterable[Any]) -> tuple[str, ...]:
+    """Returns the shapes, as text, of the operands of a call that are computed from inputs and constants alone.
+
+    ``takes`` has, for each operand, the name of the value that it is; None for such an operand.
+    """
+    return tuple(str(tuple(x.shape)) for x, name in zip(operands, takes, strict=True) if name is None)
 
 
 def _is_plain(leaf: Any) -> bool:

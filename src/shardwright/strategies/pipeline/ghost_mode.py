@@ -28,6 +28,7 @@ from shardwright.analysis.chunks.forward_record import (
     ValueName,
     plain_of,
     raised_again,
+    shapes_from_inputs,
     tag_value,
     value_name,
 )
@@ -211,8 +212,13 @@ class GhostMode(TorchFunctionMode):
     ) -> Any:
         if takes != event.takes:
             raise self._differs(f"{event} on values {takes} and not {event.takes}")
-        if self._chunk is None and plain_of(args, named) != event.plain:
-            raise self._differs(f"{event} with {', '.join(plain_of(args, named))} and not {', '.join(event.plain)}")
+        if self._chunk is None:
+            plain = plain_of(args, named)
+            if event.number is not None:
+                with below_functions():
+                    plain += shapes_from_inputs(tensors, takes)
+            if plain != event.plain:
+                raise self._differs(f"{event} with {', '.join(plain)} and not {', '.join(event.plain)}")
         number, self._at = self._at, self._at + 1
         if not self._first <= number < self._stop:
             if number >= self._stop:
