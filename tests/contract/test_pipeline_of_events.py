@@ -163,7 +163,7 @@ def test_no_module_runs_to_find_the_path_that_a_microbatch_takes(number, factors
 
 
 class Picks(nn.Module):
-    """Takes the words at places that code outside has found, or finds them itself, or cuts all by their number."""
+    """Takes the words at places that code outside has found, or finds them itself, or cuts all by a word."""
 
     def __init__(self, how):
         super().__init__()
@@ -175,7 +175,7 @@ class Picks(nn.Module):
             return x[places]
         if self.how == "mask":
             return x[words.ne(1)]
-        return x[:, : 3 if int(words.eq(1).sum()) else 5]
+        return x[:, : 3 if int(words.eq(3).sum()) else 5]
 
 
 class Picking(Padded):
@@ -216,7 +216,7 @@ def test_microbatches_of_which_a_module_picks_unlike_numbers_of_words_are_follow
 def test_a_module_that_cuts_by_values_of_a_microbatch_is_followed_in_each_of_them():
     """One device looks at all samples, so the losses are compared with those of microbatches without stages."""
     words = few_words()
-    words[2:] = 3
+    words[2:4], words[4:] = 3, 4
     torch.manual_seed(0)
     model = Picking("cut")
 

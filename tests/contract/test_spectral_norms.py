@@ -40,14 +40,6 @@ def test_layers_under_spectral_norms_are_cut_and_equal(norm, line):
         assert verdict.shares["tp2"] > 0.9
 
 
-def test_an_optimizer_that_the_model_holds_is_named_with_what_to_write():
-    torch.manual_seed(0)
-    model = Discriminator(lambda layer: layer)
-    model.optimizer = torch.optim.Adam(model.parameters())
-    with pytest.raises(LayoutError, match="make the optimizer outside of the model"):
-        verify(model, "dp2/zero3", batches(), loss=MeanSquaredError())
-
-
 class OfNumbers(nn.Module):
     """Divides by the norm of a vector: of one number for each sample, or of a parameter."""
 

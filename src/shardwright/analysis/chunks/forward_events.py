@@ -161,6 +161,7 @@ class _ForwardRecorder(TorchFunctionMode):
         self.record, self.names = ForwardRecord(), ParameterIndex(model)
         self._units, self._work, self._numbers = frozenset(units), work, Counter[str]()
         self._unit: int | None = None
+        self._varies_in_unit = False  # whether the running unit has computed from inputs themselves
         self._given: frozenset[ValueName] = frozenset()
         self._reads: set[str] = set()
         self._scope = -1
@@ -207,6 +208,7 @@ class _ForwardRecorder(TorchFunctionMode):
         has_read = varies and self._values.num_reads > num_reads
         if has_read:
             self._decides_by_inputs()
+        self._varies_in_unit |= varies
         if has_read or (varies and self._unit is None and not self.record.is_one_path):
             self.record.selections.add(len(self.record.events))  # other inputs may select another number of elements
         if self._has_autocast and function_name(func) in _CONVERSIONS and any(results is value for value in operands):
@@ -271,6 +273,7 @@ class _ForwardRecorder(TorchFunctionMode):
                 self._values.selects_all = False
             if draw is None and not varies:
                 return results
+            self._varies_in_unit |= varies
             if self._values.num_reads > reads or func in _READERS:
                 self._decides_by_inputs()
         if self._unit is not None:  # a module may keep the result for its next call
@@ -286,7 +289,6 @@ class _ForwardRecorder(TorchFunctionMode):
             self.record.is_one_path = False
         else:
             self.record.deciding.add(self._unit)
-            self.record.selections.add(self._unit)
 
     def _buffers_in(self, tensor: Tensor) -> frozenset[str]:
         """Returns the name of the buffer that a tensor is, or the names of the buffers that it was computed from."""
@@ -445,6 +447,7 @@ class _ForwardRecorder(TorchFunctionMode):
             versions = [tensor._version for tensor in operands]
         self._unit, self._reads = len(self.record.events), set()
         self._given = frozenset(name for name in takes if isinstance(name, tuple))
+        self._varies_in_unit, num_reads = False, self._values.num_reads
         before, raised, kept = self._work.now(), None, None
         try:
             results = original(*args, **named)
@@ -453,6 +456,8 @@ class _ForwardRecorder(TorchFunctionMode):
         with below_functions():
             written = [place for place, tensor in enumerate(operands) if tensor._version != versions[place]]
             self._note_functions(tensors_of(results))
+            if self._varies_in_unit and self._values.num_reads > num_reads:  # other inputs may give another result
+                self.record.selections.add(self._unit)
             self._unit = None
             reads, cost = frozenset(self._reads), self._work.since(before)
             plain = (*plain_of(args, named), *shapes_from_inputs(operands, takes))
