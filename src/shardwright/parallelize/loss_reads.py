@@ -51,10 +51,10 @@ def leaves_read(loss_sum: Tensor, output: Any, since: int) -> list[Tensor]:
 
 
 class ParametersRead(TorchDispatchMode):
-    """A dispatch mode that lists, in ``leaves``, the trained parameters whose values a loss takes, detached ones too.
+    """A dispatch mode that collects, in ``leaves``, the parameters requiring gradients whose values a loss reads.
 
-    A loss that scales by ``model.head.weight.detach().norm()`` has no gradient for the weight, but reads its values.
-    Parameters in the model's ``output`` are left out.
+    Those that it reads after ``detach()`` count too: ``model.head.weight.detach().norm()`` passes the weight no
+    gradient, but depends on its values. Parameters in the model's ``output`` are left out.
 
     >>> weight, output = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     >>> with ParametersRead(output) as used:

@@ -131,7 +131,7 @@ class TimeScale:
 
     @property
     def factors(self) -> tuple[float, float, float]:
-        """The factors by which matrix products, memory-bound operators and messages take longer, in this order."""
+        """The three factors as a tuple: ``products``, ``memory``, ``messages``."""
         return self.products, self.memory, self.messages
 
     def of(self, price: Price) -> Price:

@@ -39,11 +39,11 @@ class ScheduleCost(NamedTuple):
 
     idle: float = 1.0
     of_held: tuple[float, float, float] = (0.0, 1.0, 0.0)
-    """The microbatches of which the fullest stage holds activations."""
+    """The largest number of microbatches whose activations one stage holds at the same time."""
     of_late: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """The most microbatches on a stage whose input gradients are computed and whose weight gradients are not yet."""
+    """The largest number of microbatches for which a stage has computed its inputs' gradients, but not its weights'."""
     of_last: tuple[float, float, float] = (1.0, 0.0, 0.0)
-    """The microbatches of which the stage of the last chunk holds activations."""
+    """The same number for the stage that has the model's last chunk."""
     waits_by_stage: float = 2.0
     """The transfers between stages that a step waits for, for each stage but one."""
     waits_by_microbatch: float = 0.0

@@ -1,1 +1,1 @@
-"""Describes single calls of torch: what a checkpoint, a draw or a recurrent layer is given, and an operator's FLOPs."""
+"""Looks at single calls of torch: checkpoints, random draws, recurrent layers, scripted functions; and counts FLOPs."""

@@ -74,8 +74,8 @@ class ForwardEvent:
 
     ``name`` is a module's path and ``number`` counts its calls; for a function, ``name`` is the function's name and
     ``number`` is None. ``takes`` names the tensors among the arguments: values by :data:`ValueName`, parameters by
-    their names, and None for other tensors. ``plain`` is what :func:`plain_of` returns for the arguments,
-    and of a module's call :func:`shapes_from_inputs` too.
+    their names, and None for other tensors. ``plain`` is what :func:`plain_of` returns for the arguments; for
+    a module's call the result of :func:`shapes_from_inputs` is added.
     ``results`` are the leaves of the returned ``tree``, with a :class:`GhostSpec`, :class:`SharedOperand` or
     :class:`LengthResult` for each tensor. ``written`` lists the operands that the call writes to, as pairs of their
     index in ``takes`` and their new value. ``reads`` has the names of the parameters that the call uses and, for a
@@ -135,14 +135,15 @@ class ForwardRecord:
 
     ``is_one_path`` is False if code outside of units has read values of an input or random numbers, so that other
     inputs of the same shapes may give other events. ``deciding`` are the events of units whose own code has read such
-    values. ``selections`` are the events that select from an activation by values of inputs, as ``x[mask]`` does, so
-    that other inputs may change the shape of their results. ``draws`` says whether code has called a random function
-    that takes sizes and no tensor, such as ``torch.rand``, because code may skip calls by its numbers.
+    values. ``selections`` are the events whose results may have another shape for other inputs: functions that select
+    from an activation by values of inputs, as ``x[mask]`` does, and modules that read such values. ``draws`` says
+    whether code has called a random function that takes sizes and no tensor, such as ``torch.rand``, because code may
+    skip calls by its numbers.
 
     The other sets name modules that are not units. In ``selecting``, the module's code selects by a condition on values
     of events, as a mixture of experts does. In ``checkpointed``, a backward runs the code again, because it runs inside
     ``torch.utils.checkpoint``. In ``own_backward``, the code calls an autograd function of the user's own or a function
-    compiled by ``torch.jit.script``, runs functions inside of a transform such as ``torch.vmap``, takes a gradient
+    compiled by ``torch.jit.trace``, runs functions inside of a transform such as ``torch.vmap``, takes a gradient
     itself, or sets a hook on the gradient of a tensor. In ``writing``, the code writes values of events into a
     parameter or buffer, or replaces a buffer.
 
@@ -225,9 +226,10 @@ def plain_of(args: Any, named: Any) -> tuple[str, ...]:
 
 
 def shapes_from_inputs(operands: Iterable[Tensor], takes: Iterable[Any]) -> tuple[str, ...]:
-    """Returns the shapes, as text, of the operands of a call that are computed from inputs and constants alone.
+    """Returns, as text, the shape of each operand of a call that depends on the model's inputs and constants alone.
 
-    ``takes`` has, for each operand, the name of the value that it is; None for such an operand.
+    These are masks or indices, for example, and not activations. ``takes`` is that of the :class:`ForwardEvent`: it has
+    None for them.
     """
     return tuple(str(tuple(x.shape)) for x, name in zip(operands, takes, strict=True) if name is None)
 

@@ -63,7 +63,9 @@ def copied(model: M, memo: dict[int, Any]) -> M:
     backup = dict(memo)
     try:
         return _copied(model, memo)
-    except Exception:  # what deepcopy refuses, each kind by another error, is searched for only now, as that takes time
+    # deepcopy raises a RuntimeError on tensors with a history, a TypeError on imported modules, and pickle's own error,
+    # which is not imported here, on scripted functions. A search for such objects takes time, so it is made only now.
+    except Exception:
         held = [value for _, value in outside_registration(model)]
         histories = [value for value in held if isinstance(value, Tensor) and not value.is_leaf]
         shared = [value for value in held if isinstance(value, _SHARED)]
@@ -88,7 +90,7 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
         namespace = memo[id(module)].__dict__
         for name, value in vars(module).items():
             kind = type(value)
-            # deepcopy refuses static methods, which are rebuilt below
+            # deepcopy fails on static methods too: they are taken as they are, and _CopiedFunctions makes their copies
             if kind in ATOMS or kind is staticmethod or isinstance(value, _SHARED):
                 namespace[name] = value
             elif isinstance(value, Tensor) and value.layout != torch.strided:  # deepcopy refuses compressed tensors

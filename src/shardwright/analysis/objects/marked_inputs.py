@@ -134,7 +134,7 @@ def whole(tensor: Tensor) -> Whole:
 
 
 def samples_in(tensor: Tensor, dim: int) -> SampleDimFirst:
-    """Says that a tensor of a batch has its samples in dim ``dim`` in place of dim 0, as one of (time, samples) has.
+    """Marks a tensor of a batch whose samples are in dim ``dim``: dim 1, for example, of a tensor of (time, samples).
 
     Recurrent layers and transformers of torch take such tensors unless they are made with ``batch_first=True``. Each
     rank and microbatch gets its own samples, and the model or the loss is called with them in dim ``dim``. Write it for
@@ -363,7 +363,7 @@ def is_wrapped(leaf: Any) -> bool:
 
 
 def own_samples_dims(tree: Any) -> bool:
-    """Returns whether a user has said of a tensor in a batch in which dim its samples are (:func:`samples_in`).
+    """Returns whether a batch has a tensor whose samples may be in another dim than 0, made by :func:`samples_in`.
 
     >>> own_samples_dims([samples_in(torch.ones(2, 3), 1)]), own_samples_dims([torch.ones(2, 3)])
     (True, False)

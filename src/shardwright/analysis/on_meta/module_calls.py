@@ -199,8 +199,8 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     """Calls a model with a batch's inputs and returns its output; reentrant checkpoints run without reentry.
 
     The inputs are one value, a tuple or list of arguments, or a dict of named arguments. For checkpoints see
-    ``analysis/calls/reentrant_checkpoints.py``, and for functions of ``torch.jit.script``
-    ``analysis/calls/scripted_functions.py``; :func:`call_plainly` leaves both as they are.
+    ``analysis/calls/reentrant_checkpoints.py``; :func:`call_plainly` leaves them as they are. From the first call on,
+    functions of ``torch.jit.script`` run as ``analysis/calls/scripted_functions.py`` says.
 
     >>> call_model(nn.Identity(), (torch.ones(1),))
     tensor([1.])

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
@@ -213,6 +214,18 @@ class Recording:
     def branches(self) -> tuple[Recording, ...]:
         """This recording, and that with the other answer to conditions on values if there is one."""
         return (self,) if self.other_branch is None else (self, self.other_branch)
+
+    @cached_property
+    def bases(self) -> dict[TensorUse, TensorUse]:
+        """Maps each view, which shows a part of a tensor or all of it in another shape, to that tensor.
+
+        It is computed once, when the run has ended.
+        """
+        bases = dict[TensorUse, TensorUse]()
+        for call in self.calls:
+            for use in call.viewed:
+                bases |= dict.fromkeys((result for result in call.results if result is not use), bases.get(use, use))
+        return bases
 
     @property
     def num_samples(self) -> int:

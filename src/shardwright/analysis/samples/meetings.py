@@ -12,12 +12,7 @@ from shardwright.analysis.recorded.recording import RecordedCall, Recording, Ten
 from shardwright.analysis.samples.class_counts import used_counts
 from shardwright.analysis.samples.sample_selections import SampleFlow, calls_picking_for_some, picking_calls
 from shardwright.analysis.samples.sample_windows import adds_up_groups, needs_other_samples
-from shardwright.analysis.samples.sums_over_samples import (
-    bases_of_views,
-    leading_to,
-    sums_over_samples,
-    trained_values,
-)
+from shardwright.analysis.samples.sums_over_samples import leading_to, sums_over_samples, trained_values
 
 _REDUCTIONS = frozenset((
     "amax", "amin", "aminmax", "linalg_vector_norm", "logsumexp", "max", "median", "min", "norm", "prod", "std",
@@ -95,12 +90,12 @@ class _MeetingSearch:
         self.recording, self.axes = recording, axes
         self.batch = axes.of_samples(recording.inputs)
         self.sums, _ = sums_over_samples(recording, axes)
-        self.bases = bases_of_views(recording)
+        self.bases = recording.bases
         self.trained, self.leading = trained_values(recording), leading_to(recording)
         kept = {use for call in recording.calls for use in call.written if self.bases.get(use, use).kind == "buffer"}
         kept.update(recording.new_buffers.values(), *recording.set_attributes.values())
         self.used = leading_to(recording, {*recording.outputs, *kept, *(use for _, use in recording.read)})
-        """What outputs, buffers, attributes and decisions of the code depend on."""
+        """The values that have an effect: on outputs, buffers, attributes of modules, or the code's branches."""
         uses = (use for use in axes.uses if use.role is Role.SUM and not self.batch.isdisjoint(leaves(use.axis)))
         self.over = {id(use.call) for use in uses}
         """The ids of the operators that sum over a dim of samples."""

@@ -45,7 +45,7 @@ def sums_over_samples(
 
     sums: dict[TensorUse, RecordedCall] = {}
     back: list[RecordedCall] = []
-    bases = bases_of_views(recording)
+    bases = recording.bases
     for call in recording.calls:
         origin = next((sums[use] for use in call.operands if use in sums and not has_samples(use)), None)
         valued = [use for use in call.operands if use.has_fractions]
@@ -61,8 +61,8 @@ def sums_over_samples(
 
 
 def trained_values(recording: Recording) -> set[TensorUse]:
-    """Returns the values that depend on parameters, those included to which code writes through views."""
-    bases, values = bases_of_views(recording), {*recording.parameters.values()}
+    """Returns the values that depend on parameters; where code writes one into a view, so does the view's base."""
+    bases, values = recording.bases, {*recording.parameters.values()}
     for call in recording.calls:
         if not values.isdisjoint(call.operands):
             values.update(call.results, call.written, (bases.get(use, use) for use in call.written))
@@ -74,7 +74,7 @@ def leading_to(recording: Recording, outputs: Collection[TensorUse] | None = Non
 
     A tensor that code writes to through a view depends on what it writes.
     """
-    bases, values = bases_of_views(recording), {*(recording.outputs if outputs is None else outputs)}
+    bases, values = recording.bases, {*(recording.outputs if outputs is None else outputs)}
     written_to = {bases.get(use, use) for use in values}
     for call in reversed(recording.calls):
         is_written = any(bases.get(use, use) in written_to for use in call.written)
@@ -82,12 +82,3 @@ def leading_to(recording: Recording, outputs: Collection[TensorUse] | None = Non
             values.update(call.operands)
             written_to.update(bases.get(use, use) for use in call.operands)
     return values
-
-
-def bases_of_views(recording: Recording) -> dict[TensorUse, TensorUse]:
-    """Returns the tensor of which each view in a recorded run shows a part, or all elements in another shape."""
-    bases = dict[TensorUse, TensorUse]()
-    for call in recording.calls:
-        for use in call.viewed:
-            bases |= dict.fromkeys((result for result in call.results if result is not use), bases.get(use, use))
-    return bases
