@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from shardwright.analysis.dims.run_axes import RunAxes, axes_of
 from shardwright.analysis.dims.sample_dims import layers_without_samples_first
+from shardwright.analysis.objects.held_parameters import AttributeOf, parameter_lists, unread_lists
 from shardwright.analysis.objects.marked_inputs import map_samples, marks_in, sample_tensors
 from shardwright.analysis.on_meta.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.on_meta.meta_device import meta_copy, on_meta
@@ -241,6 +242,15 @@ class ModelGraph:
         except Exception:  # whatever the user's code raises, values are what it lacks: with values it was recorded
             return True
         return False
+
+    @cached_property
+    def unread_lists(self) -> tuple[AttributeOf, ...]:
+        """The attributes of modules that hold parameters in lists or the like which the recorded forward does not read.
+
+        It is empty if the forward cannot be recorded.
+        """
+        lists = parameter_lists(self.model)
+        return unread_lists(self.model, lambda model: replace(self, model=model, kept=RecordStore()).failure, lists)
 
     @property
     def guess(self) -> bool | None:

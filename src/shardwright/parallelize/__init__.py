@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from shardwright.analysis.objects.copying import check_apart
+from shardwright.analysis.objects.held_parameters import put_unread
 from shardwright.analysis.objects.left_untouched import left_untouched
 from shardwright.analysis.random_numbers.draws import Draws
 from shardwright.analysis.traced.batch_norms import batch_norms, derived_batch_norms
@@ -43,6 +44,7 @@ from shardwright.parallelize.planning import (
     StepTraffic,
     copied_loss,
     job_for,
+    lists_to_replace,
     make_plan,
     shares_of,
     structural_copy,
@@ -215,6 +217,7 @@ def _started(
     cuts_by_values = job.graph is not None and job.graph.reads_values and layout.factor("tp") is not None
     by_values = cuts_by_values or (plan.reads_values and plan.stages is not None)
     example = job.graph.values if job.graph is not None and by_values else None
+    put_unread(job.model, lists_to_replace(job, layout))
     job = job._replace(graph=None)  # frees the record of all operators of the model, which only planning reads
     if draws is not None:
         check_draws(draws, plan, world)

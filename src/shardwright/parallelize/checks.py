@@ -17,7 +17,7 @@ from shardwright.analysis.traced.batch_norms import is_frozen, iterates, sees_ba
 from shardwright.analysis.traced.structure import kind_of
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.comm.world import World
-from shardwright.errors import LayoutError, PlanError
+from shardwright.errors import EXAMPLE, LayoutError, PlanError
 from shardwright.layout import Layout
 from shardwright.plan.plan import Plan
 from shardwright.strategy import check_own_code, check_table
@@ -262,11 +262,12 @@ def check_renormed(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def check_held(model: nn.Module, plan: Plan) -> None:
+def check_held(model: nn.Module, plan: Plan, *, is_recorded: bool) -> None:
     """Raises LayoutError if code outside of a module holds a direct reference to a parameter that would be sharded.
 
     Such code would see a shard in place of the whole parameter. A reference held by the module itself, as in a list of
-    ``nn.LSTM``, is allowed if the parameter is whole while the module's forward runs.
+    ``nn.LSTM``, is allowed if the parameter is whole while the module's forward runs. ``is_recorded`` says whether
+    there was an example to record a forward, which tells lists that no forward reads; these hold no parameter here.
     """
     held = tensors_outside(model)
     for name, parameter in model.named_parameters() if held else ():
@@ -280,7 +281,7 @@ def check_held(model: nn.Module, plan: Plan) -> None:
                 given=f"{held[id(parameter)]}, which holds it, under {plan.layout}: sharded over {', '.join(cut)}",
                 allowed="parameters that code reads from the module that owns them",
                 fix="read it as module.weight where it is used, or choose a layout that leaves the parameter whole, "
-                "such as dp2",
+                "such as dp2" + ("" if is_recorded else f"; if no forward reads it there, {EXAMPLE}"),
             )
 
 

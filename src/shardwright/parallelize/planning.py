@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.model_graph import ModelGraph, RecordStore
 from shardwright.analysis.objects.copying import copied
+from shardwright.analysis.objects.held_parameters import AttributeOf, put_unread
 from shardwright.analysis.objects.marked_inputs import map_samples, marks_in, packed_in, sample_tensors
 from shardwright.analysis.objects.reached import unregistered
 from shardwright.analysis.on_meta.meta_values import keep_values
@@ -142,6 +143,7 @@ def make_plan(
     layout = settle(layout, partial(_messages_cost, job))
     strategies = choose(layout) if strategies is None else tuple(strategies)
     on_meta = job._replace(model=without_storage(job.model))
+    put_unread(on_meta.model, lists_to_replace(job, layout))
     reads_values = job.graph is not None and job.graph.reads_values
     if job.graph is not None and reads_values:
         on_meta = on_meta._replace(example=job.graph.values)
@@ -159,7 +161,7 @@ def make_plan(
             raise
         plan = _placed(on_meta._replace(recorded=True), layout, strategies)
     check_renormed(on_meta.model, plan)
-    check_held(on_meta.model, plan)
+    check_held(on_meta.model, plan, is_recorded=job.graph is not None)
     rounded = [name for name, dtype in plan.stored_dtypes.items() if dtype != plan.compute_dtypes[name]]
     check_own_writes(job.graph, rounded, "mixed precision", "rounds from a master weight", converted=True)
     if plan.stages is not None:
@@ -175,6 +177,15 @@ def make_plan(
     if offloads:
         return replace(plan, offloaded_activations=blocks), strategies
     return replace(plan, recomputed=blocks), strategies
+
+
+def lists_to_replace(job: Job, layout: Layout) -> tuple[AttributeOf, ...]:
+    """Returns the attributes whose lists must not hold parameters, because ranks have parts and no forward reads them.
+
+    There are none if each rank has every parameter whole, or without an example.
+    """
+    is_whole = all(factor.axis == "dp" and not factor.options for factor in layout.factors)
+    return () if is_whole or job.graph is None else job.graph.unread_lists
 
 
 def shares_of(job: Job, plan: Plan) -> tuple[CutShare, ...]:
