@@ -22,8 +22,9 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from functools import wraps
+from functools import partial, wraps
 from math import isfinite
+from types import FunctionType, MethodType
 from typing import Any, NoReturn
 from weakref import ReferenceType, WeakSet, ref
 from zlib import crc32
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad, convert_parameters
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwright.analysis.objects.reached import outside_registration
+from shardwright.analysis.objects.reached import reached, unregistered_attributes
 from shardwright.comm.trained_copies import ON_RETURN, note_trained
 from shardwright.errors import PlanError, explain
 from shardwright.parallelize.optimizer_check import check_made_by_hand
@@ -76,8 +77,7 @@ class StepGuard:
         self._own = {id(parameter) for parameter in parameters.values()}
         others: list[Tensor] = [p for model in models for p in model.parameters()]
         # an optimizer that the model holds was copied with it, and has tensors with which the model no longer computes
-        held = (value for _, value in outside_registration(models[0]) if isinstance(value, torch.optim.Optimizer))
-        others += [tensor for optimizer in held for tensor in _tensors_of(optimizer)]
+        others += [tensor for optimizer in _held_optimizers(models[0]) for tensor in _tensors_of(optimizer)]
         self._of_run = {id(p): ref(p) for p in models[0].parameters() if id(p) not in self._own}
         self._plain = [(ref(model), _version_of(model)) for model in models[1:]]
         self._others: dict[int, ReferenceType[Tensor]] = {id(p): ref(p) for p in others if id(p) not in self._own}
@@ -309,6 +309,17 @@ class StepGuard:
                 other = self._others.get(id(tensor))
                 has_other = has_other or (other is not None and other() is tensor)
         return has_other
+
+
+def _held_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers that a model holds in attributes, and in lists, dicts and objects there.
+
+    Functions are not searched: those that a run puts around its modules lead to the whole plan.
+    """
+    seen: dict[int, Any] = {id(module): module for module in model.modules()}
+    values = (value for module in model.modules() for _, value in unregistered_attributes(module))
+    held = (part for value in values for _, part in reached(value, seen, but=(FunctionType, MethodType, partial)))
+    return [part for part in held if isinstance(part, torch.optim.Optimizer)]
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
