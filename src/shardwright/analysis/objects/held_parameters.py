@@ -9,7 +9,7 @@ parameter: the layout is allowed, and code outside of the forward that reads one
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import nn
@@ -143,14 +143,14 @@ def unread_lists(
     return ()
 
 
-def put_unread(model: nn.Module, lists: Iterable[AttributeOf]) -> set[AttributeOf]:
+def put_unread(model: nn.Module, lists: Sequence[AttributeOf]) -> set[AttributeOf]:
     """Replaces the parameters that the given attributes of a model hold by objects that refuse to be read.
 
     Lists, dicts and sets are changed in place, and tuples replaced. Returns a set, at first empty, to which each
     attribute is added once code reads one of its parameters.
     """
     read = set[AttributeOf]()
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()} if lists else {}
     for attribute in lists:
         path, name = attribute
         own = vars(model.get_submodule(path))
