@@ -28,6 +28,8 @@ class OneDevice:
         self.num_accumulated, self.count = num_accumulated, 0
 
     def prepare(self, model, optimizer, loader, scheduler):
+        self.num_batches = len(loader)
+
         def gated(call):
             return lambda: call() if self.sync_gradients else None
 
@@ -36,7 +38,9 @@ class OneDevice:
 
     def accumulate(self, model):
         self.count += 1
-        self.sync_gradients = self.count % self.num_accumulated == 0
+        is_last = self.count == self.num_batches
+        self.sync_gradients = is_last or self.count % self.num_accumulated == 0
+        self.count *= not is_last
         return nullcontext()
 
     def backward(self, loss):
@@ -110,6 +114,7 @@ def script(accelerator, model, form, num_epochs=2, resumed=None):
         ("pp2 mb2", "function", 1),
         ("dp2/zero1", "labels", 2),
         ("pp2 mb2", "criterion", 2),
+        ("dp2", "labels", 3),  # of four batches an epoch: the last one updates the parameters alone
     ],
 )
 def test_a_script_trains_as_on_one_device(line, form, accumulated):
@@ -123,6 +128,27 @@ def test_a_script_trains_as_on_one_device(line, form, accumulated):
         assert found == pytest.approx(losses, abs=1e-5)
         for name, value in state.items():
             torch.testing.assert_close(whole[name], value, atol=1e-4, rtol=1e-4)
+
+
+def test_a_loop_in_a_loop_and_one_that_breaks_off_know_which_loader_is_at_its_end():
+    def work(world):
+        accelerator = sw.Accelerator("dp2", world, gradient_accumulation_steps=3)
+        model = accelerator.prepare(plain_model)
+        train, other = (accelerator.prepare(DataLoader(DATA[:count], batch_size=2)) for count in (8, 4))
+        assert (len(train), train.batch_size, train.dataset[0][1]) == (4, 2, DATA[0][1])
+        synced = []
+        for number, _ in enumerate(train):
+            for _ in other:
+                if number == 1:
+                    break
+            with accelerator.accumulate(model):
+                synced.append(accelerator.sync_gradients)
+        with accelerator.accumulate(model):  # outside of any loop
+            synced.append(accelerator.sync_gradients)
+        return synced
+
+    plain_model = plain()
+    assert sw.launch(work, 2, ranks="threads") == [[False, False, True, True, False]] * 2
 
 
 def test_a_prepared_model_predicts_whole_batches_in_eval_mode_and_its_loss_is_that_of_all():

@@ -95,6 +95,7 @@ class Accelerator:
         self._former: torch.optim.Optimizer | None = None
         self._schedulers: list[StepSchedule] = []
         self._num_batches = 0
+        self._under_way: list[PreparedData] = []  # the loaders that loops run over now, the innermost last
         self._sums: dict[nn.Parameter, Tensor] = {}
 
     def prepare(self, *objects: Any) -> Any:
@@ -114,7 +115,7 @@ class Accelerator:
             if isinstance(argument, torch.optim.Optimizer):
                 by_place[place] = self._prepare_optimizer(argument)
             elif isinstance(argument, DataLoader):
-                by_place[place] = _same_on_every_rank(argument, self.seed)
+                by_place[place] = PreparedData(self, _same_on_every_rank(argument, self.seed))
             elif isinstance(argument, torch.optim.lr_scheduler.LRScheduler):
                 by_place[place] = StepSchedule(self, argument)
                 self._schedulers.append(by_place[place])
@@ -172,9 +173,15 @@ class Accelerator:
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Returns a context for one batch; only every ``gradient_accumulation_steps``-th one updates parameters."""
+        """Returns a context for one batch: each ``gradient_accumulation_steps``-th one updates parameters.
+
+        So does the last batch of a prepared loader, after which the count begins anew.
+        """
+        is_last = bool(self._under_way) and self._under_way[-1].is_at_end
         self._num_batches += 1
-        self.sync_gradients = self._num_batches % self.gradient_accumulation_steps == 0
+        self.sync_gradients = is_last or self._num_batches % self.gradient_accumulation_steps == 0
+        if is_last:
+            self._num_batches = 0
         yield
 
     def backward(self, loss: Tensor, **options: Any) -> None:
@@ -366,6 +373,40 @@ class StepModel(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yields this rank's tensors that the optimizer updates."""
         return iter(self._held[2].parameters.values())
+
+
+class PreparedData:
+    """A data loader that knows in a loop over it whether the batch is the last one; all else is as the loader has it.
+
+    To know that, it reads one batch ahead.
+    """
+
+    def __init__(self, accelerator: Accelerator, loader: DataLoader[Any]) -> None:
+        self._held = accelerator, loader
+        self.is_at_end = False
+
+    def __iter__(self) -> Iterator[Any]:
+        accelerator, loader = self._held
+        self.is_at_end = False
+        accelerator._under_way.append(self)
+        try:
+            batches = iter(loader)
+            batch = next(batches, None)
+            while batch is not None:
+                following = next(batches, None)
+                self.is_at_end = following is None
+                yield batch
+                batch = following
+        finally:  # the loop may break off
+            accelerator._under_way.remove(self)
+
+    def __len__(self) -> int:
+        return len(self._held[1])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_held":
+            raise AttributeError(name)
+        return getattr(self._held[1], name)
 
 
 class DeferredOutput:
