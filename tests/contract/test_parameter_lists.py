@@ -37,6 +37,8 @@ class Regularized(nn.Module):
                 self.lists[1][0][0].sum()
             except LayoutError:
                 return self.down(2 * hidden)
+        if self.reads == "evaluation" and not self.training:
+            return self.down(hidden) + self.lists[1][0][0].sum()
         return self.down(hidden)
 
     def penalty(self):
@@ -54,7 +56,7 @@ def test_a_model_with_lists_that_no_forward_reads_is_equal_and_cut(line):
 
 
 @pytest.mark.parametrize("line", LINES)
-@pytest.mark.parametrize("reads", ["product", "caught"])
+@pytest.mark.parametrize("reads", ["product", "caught", "evaluation"])
 def test_a_list_that_the_forward_reads_keeps_its_parameters(line, reads):
     model = Regularized(reads=reads)
     if line.startswith("pp2/1f1b mb2") and "tp" not in line:  # the stage that reads the list has the parameter whole

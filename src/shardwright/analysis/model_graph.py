@@ -245,12 +245,17 @@ class ModelGraph:
 
     @cached_property
     def unread_lists(self) -> tuple[AttributeOf, ...]:
-        """The attributes of modules that hold parameters in lists or the like which the recorded forward does not read.
+        """The attributes that hold parameters in lists or the like which no forward reads, in training or evaluation.
 
-        It is empty if the forward cannot be recorded.
+        It is empty if the training forward cannot be recorded.
         """
-        lists = parameter_lists(self.model)
-        return unread_lists(self.model, lambda model: replace(self, model=model, kept=RecordStore()).failure, lists)
+
+        def fails(model: nn.Module) -> str:
+            training = replace(self, model=model, kept=RecordStore()).failure
+            _ = replace(self, model=model.eval(), is_as_trained=True, kept=RecordStore()).failure  # reads more, perhaps
+            return training
+
+        return unread_lists(self.model, fails, parameter_lists(self.model))
 
     @property
     def guess(self) -> bool | None:
