@@ -348,6 +348,17 @@ class ModelGraph:
             if differ(recording.calls[index], again.calls[index])
         ]
 
+    def draws_with_counts(self) -> list[FoundDraw]:
+        """Returns the draws whose bounds depend on the number of samples, as those of ``init.xavier_uniform_`` do.
+
+        The result is empty where a second record is lacking, as in :meth:`calls_with_counts`.
+        """
+        run = self._of_own_code
+        if run is None or not any(draw.bounds for draw in run.found):
+            return []
+        there = {draw.key: draw.bounds for draw in (() if self._other_samples is None else self._other_samples.found)}
+        return [draw for draw in run.found if there.get(draw.key, draw.bounds) != draw.bounds]
+
     def calls_by_place(self) -> list[RecordedCall]:
         """Returns the operators that compute samples' values from their places in the batch, as ``x + arange(len(x))``.
 
@@ -370,17 +381,17 @@ class ModelGraph:
         run = self._of_own_code
         for recording in () if run is None else run.recording.branches:
             suspects = suspects_in(recording)
-            for again in self._of_other_samples if suspects else ():
+            for again in self._other_samples.recording.branches if suspects and self._other_samples else ():
                 if again.guess == recording.guess and len(again.calls) == len(recording.calls):
                     yield recording, again, suspects
 
     @cached_property
-    def _of_other_samples(self) -> tuple[Recording, ...]:
-        """The branches of a forward that is recorded on another number of samples than :attr:`run`; or none."""
+    def _other_samples(self) -> RecordedRun | None:
+        """The forward recorded on another number of samples than :attr:`run`; None if it cannot be."""
         run = self._of_own_code
         numbers = (number for number in (*COUNTS, None) if run is not None and number != run.recording.num_samples)
         others = (self._tried(number, self.reads_values) for number in numbers)
-        return next((trial.recording.branches for trial in others if isinstance(trial, RecordedRun)), ())
+        return next((trial for trial in others if isinstance(trial, RecordedRun)), None)
 
     def normalises_once(self, path: str) -> bool:
         """Returns whether the recorded forward calls a module, and each call computes one batch norm in its own code.

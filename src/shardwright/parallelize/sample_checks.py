@@ -123,7 +123,8 @@ def warn_of_counts(graph: ModelGraph, loss: nn.Module, plan: Plan, world: World)
     if world.rank or not cuts_batch(plan):
         return
     counted = () if isinstance(loss, ModelLoss) else graph.calls_with_counts()
-    for path, name in dict.fromkeys((call.module, call.name) for call in counted):
+    drawn = [(draw.key[0], draw.function) for draw in graph.draws_with_counts()]
+    for path, name in dict.fromkeys([*((call.module, call.name) for call in counted), *drawn]):
         warn(
             f"'{path or 'the model'}' computes with the number of samples ({name}), which under {plan.layout} is that "
             "of a rank or a microbatch, so that the result differs from one device. Give the model the number of the "

@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwright.analysis.calls.checkpoint_calls import saved_by
-from shardwright.analysis.calls.draw_calls import KEYED_FUNCTIONS, UNKEYED_FIX, draw_of, in_multihead
+from shardwright.analysis.calls.draw_calls import KEYED_FUNCTIONS, UNKEYED_FIX, DrawCall, draw_of, in_multihead
 from shardwright.analysis.dims.run_axes import DimAxis, RunAxes, leaves, root
 from shardwright.analysis.on_meta.meta_values import RANDOM
 from shardwright.analysis.random_numbers.sample_loops import SampleLoop, sample_loops
@@ -70,7 +70,8 @@ class FoundDraw(NamedTuple):
 
     ``generator`` is the generator that the code passed to the function, with its state at that time; None stands for
     torch's default generator. ``is_kept`` says that no checkpoint of the model's code repeats the draw in the backward.
-    ``stop`` is the number of operators that were recorded before the draw.
+    ``stop`` is the number of operators that were recorded before the draw. ``bounds`` are the plain numbers between
+    which it draws, or their mean and deviation; they are empty for the most usual ones, -1, 0 and 1.
     """
 
     key: DrawKey
@@ -79,6 +80,7 @@ class FoundDraw(NamedTuple):
     generator: tuple[torch.Generator, Tensor] | None = None
     is_kept: bool = True
     stop: int = 0
+    bounds: tuple[float, ...] = ()
 
 
 @dataclass
@@ -332,10 +334,11 @@ def draws_of(
             places[path, call, number] = ALONE
     elsewhere = {path for (path, _, _), place in places.items() if place not in (None, MIXED, ALONE)}
     for_rows = _drawing_for_rows(found) - elsewhere
-    for key, use, function, *_, stop in found:
-        place, draws.num_dims[key] = places[key], len(use.shape)
+    for draw in found:
+        key, function = draw.key, draw.function
+        place, draws.num_dims[key] = places[key], len(draw.use.shape)
         # a draw before the module selects is not for selected rows; a model's own loss may select labels at the end
-        around = [path for path, first in recording.selecting.items() if first < stop and is_inside(key[0], path)]
+        around = [path for path, first in recording.selecting.items() if first < draw.stop and is_inside(key[0], path)]
         if around and place in (None, MIXED, ALONE):  # the draw may be for samples that only a real run selects
             loops[key[0]] = None
             is_of_rows = by_rows.issuperset(around) and key[0] in for_rows
@@ -509,10 +512,19 @@ class FindsDraws(TorchFunctionMode):
             None if generator is None or generator is torch.default_generator else (generator, generator.get_state())
         )
         is_kept = saved_by() is None and torch.is_grad_enabled()
-        self.found.append(
-            FoundDraw((*where, number), use, call.name, state, is_kept, len(self._recorded.recording.calls))
-        )
+        stop = len(self._recorded.recording.calls)
+        self.found.append(FoundDraw((*where, number), use, call.name, state, is_kept, stop, _bounds(call)))
         return result
+
+
+_BOUNDS = ("from", "to", "mean", "std", "lambd", "low", "high")
+"""The arguments of random functions that scale what they draw."""
+
+
+def _bounds(call: DrawCall) -> tuple[float, ...]:
+    values = (call.get(name) for name in _BOUNDS)
+    numbers = tuple(value for value in values if type(value) in (int, float))
+    return () if {-1, 0, 1}.issuperset(numbers) else numbers
 
 
 @contextmanager
