@@ -39,8 +39,13 @@ def test_a_draw_with_bounds_of_the_number_of_samples_is_named(fill, line):
 @pytest.mark.parametrize("line", ["dp2", "pp2/1f1b mb2"])
 @pytest.mark.parametrize(
     "fill",
-    [lambda state: state.uniform_(-0.3, 0.3), lambda state: state.normal_(0, 1 / state.shape[1]), torch.Tensor.normal_],
-    ids=["bounds", "of features", "plain"],
+    [
+        lambda state: state.uniform_(-0.3, 0.3),
+        lambda state: state.normal_(0, 1 / state.shape[1]),
+        nn.init.normal_,
+        nn.init.uniform_,
+    ],
+    ids=["bounds", "of features", "normal", "uniform"],
 )
 def test_a_draw_with_other_bounds_is_equal_and_not_named(fill, line):
     with warnings.catch_warnings():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -46,6 +46,8 @@ _PARAMETERS: dict[Callable[..., Any], tuple[DrawKind, str]] = {
     Tensor.normal_: ("fill", "input mean=0.0 std=1.0 generator=None"),
     Tensor.exponential_: ("fill", "input lambd=1.0 generator=None"),
     Tensor.random_: ("fill", "input from=None to=None generator=None"),
+    nn.init.uniform_: ("fill", "tensor a=0.0 b=1.0 generator=None"),
+    nn.init.normal_: ("fill", "tensor mean=0.0 std=1.0 generator=None"),
     torch.rand_like: ("like", f"input {_NEW} memory_format=None"),
     torch.randn_like: ("like", f"input {_NEW} memory_format=None"),
     torch.randint_like: ("like", f"input low high=None {_NEW} memory_format=None"),
@@ -70,7 +72,9 @@ _PARAMETERS: dict[Callable[..., Any], tuple[DrawKind, str]] = {
     torch.rnn_tanh: ("recur", _RECUR),
     torch.rnn_relu: ("recur", _RECUR),
 }  # fmt: skip
-_OTHER_NAMES = {"logits": "input", "query": "input", "train": "training", "self": "input"}
+_OTHER_NAMES = {
+    **dict.fromkeys(("logits", "query", "self", "tensor"), "input"), "train": "training", "a": "from", "b": "to",
+}  # fmt: skip
 KEYED_FUNCTIONS = (
     "dropout, attention with dropout, torch.rand, randn, randint, randperm, normal, bernoulli, multinomial, and "
     "uniform_, normal_, exponential_, random_"
@@ -101,8 +105,8 @@ def _value(text: str) -> Any:
 class DrawCall:
     """One call of a torch function that draws random numbers: the function, its kind, and its arguments by name.
 
-    ``given`` has the arguments, defaults included. Those that torch names ``self``, ``query`` or ``logits`` are named
-    ``input`` there.
+    ``given`` has the arguments, defaults included. Those that torch names ``self``, ``tensor``, ``query`` or ``logits``
+    are named ``input`` there.
     """
 
     function: Callable[..., Any]
