@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from shardwright.checkpoint.loading import load
 from shardwright.checkpoint.saving import save
@@ -31,6 +31,7 @@ from shardwright.models.given_loss import as_loss, loss_modules
 from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.run import Run
+from shardwright.train.prepared_data import PreparedData, first_batch, inputs_in, same_on_every_rank
 
 
 class CallersLoss(nn.Module):
@@ -95,7 +96,7 @@ class Accelerator:
         self._former: torch.optim.Optimizer | None = None
         self._schedulers: list[StepSchedule] = []
         self._num_batches = 0
-        self._under_way: list[PreparedData] = []  # the loaders that loops run over now, the innermost last
+        self._under_way: list[PreparedData] = []
         self._sums: dict[nn.Parameter, Tensor] = {}
 
     def prepare(self, *objects: Any) -> Any:
@@ -115,7 +116,7 @@ class Accelerator:
             if isinstance(argument, torch.optim.Optimizer):
                 by_place[place] = self._prepare_optimizer(argument)
             elif isinstance(argument, DataLoader):
-                by_place[place] = PreparedData(self, _same_on_every_rank(argument, self.seed))
+                by_place[place] = PreparedData(same_on_every_rank(argument, self.seed), self._under_way)
             elif isinstance(argument, torch.optim.lr_scheduler.LRScheduler):
                 by_place[place] = StepSchedule(self, argument)
                 self._schedulers.append(by_place[place])
@@ -130,7 +131,7 @@ class Accelerator:
                 allowed="one model; an Accelerator each for several",
                 fix="put the parts into one module, or make another sw.Accelerator(layout)",
             )
-        example = None if loader is None else _inputs_of(_first_batch(loader))
+        example = None if loader is None else inputs_in(first_batch(loader))
         loss = CallersLoss()
         self.run = parallelize(model, self.layout, self.world, loss=loss, seed=self.seed, example=example)
         self._model = StepModel(self, model, self.run)
@@ -375,40 +376,6 @@ class StepModel(nn.Module):
         return iter(self._held[2].parameters.values())
 
 
-class PreparedData:
-    """A data loader that knows in a loop over it whether the batch is the last one; all else is as the loader has it.
-
-    To know that, it reads one batch ahead.
-    """
-
-    def __init__(self, accelerator: Accelerator, loader: DataLoader[Any]) -> None:
-        self._held = accelerator, loader
-        self.is_at_end = False
-
-    def __iter__(self) -> Iterator[Any]:
-        accelerator, loader = self._held
-        self.is_at_end = False
-        accelerator._under_way.append(self)
-        try:
-            batches = iter(loader)
-            batch = next(batches, None)
-            while batch is not None:
-                following = next(batches, None)
-                self.is_at_end = following is None
-                yield batch
-                batch = following
-        finally:  # the loop may break off
-            accelerator._under_way.remove(self)
-
-    def __len__(self) -> int:
-        return len(self._held[1])
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_held":
-            raise AttributeError(name)
-        return getattr(self._held[1], name)
-
-
 class DeferredOutput:
     """The output of a prepared model in training, before it is computed: a loss of torch on it takes the step.
 
@@ -521,27 +488,3 @@ def _world() -> World:
     if is_started() and not dist.is_initialized():
         dist.init_process_group(backend_of(default().type))
     return current_world()
-
-
-def _first_batch(loader: DataLoader[Any]) -> Any:
-    """Returns a batch of the loader's first samples, without drawing from its sampler; None for an iterable dataset."""
-    dataset: Any = loader.dataset
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        return None
-    with torch.random.fork_rng(devices=[]):
-        return loader.collate_fn([dataset[i] for i in range(min(loader.batch_size or 1, len(dataset)))])
-
-
-def _inputs_of(batch: Any) -> Any:
-    """Returns the model's inputs in a batch: the whole of a mapping, or all but the last entry of a pair."""
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch[0]
-    return batch if isinstance(batch, Mapping) else None
-
-
-def _same_on_every_rank(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-    """Returns the loader; if it shuffles without a generator of its own, it gets one that all ranks seed alike."""
-    sampler = loader.sampler
-    if isinstance(sampler, RandomSampler) and sampler.generator is None:
-        sampler.generator = torch.Generator().manual_seed(seed)
-    return loader
