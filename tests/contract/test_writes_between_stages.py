@@ -340,3 +340,43 @@ def test_an_attribute_set_before_the_first_step_or_evaluation_is_read_by_every_s
 
     for loss in launch(work, 2, ranks="threads"):
         torch.testing.assert_close(loss.detach().reshape(()).to(expected.dtype), expected.detach())
+
+
+class LossByParts(nn.Module):
+    """A loss of each token, filled by slices: the first tokens by one layer, and the others by two."""
+
+    def __init__(self):
+        super().__init__()
+        self.common, self.others = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 2)
+
+    def forward(self, hidden, targets):
+        first = self.common(hidden).log_softmax(-1)
+        losses = torch.zeros_like(targets, dtype=hidden.dtype)
+        losses[:, :2].copy_(-first[:, :2].gather(2, targets[:, :2, None] % 3).squeeze(2))
+        rest = self.others(hidden[:, 2:]).log_softmax(-1) + first[:, 2:, 2:]
+        losses[:, 2:].copy_(-rest.gather(2, targets[:, 2:, None] % 2).squeeze(2))
+        return losses
+
+
+class LanguageModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.loss = nn.ModuleList(Block() for _ in range(4)), LossByParts()
+
+    def forward(self, x, labels):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.loss(x, labels).flatten(1)
+
+
+class LossSum(nn.Module):
+    def forward(self, losses, targets):
+        return losses.sum(), targets.numel()
+
+
+@pytest.mark.parametrize("line", ["pp2/1f1b", "pp2/1f1b tp2", "pp2/zb-h1 tp2 dp2/zero1"])
+def test_a_module_that_fills_its_result_by_parts_runs_whole_on_one_stage(line):
+    numbers = torch.Generator().manual_seed(0)
+    x, labels = torch.randn(8, 4, WIDTH, generator=numbers), torch.randint(CLASSES, (8, 4), generator=numbers)
+    verdict = verify(LanguageModel(), line, [({"x": x, "labels": labels}, labels)] * 2, loss=LossSum())
+    assert verdict.equal, str(verdict)

@@ -326,7 +326,8 @@ class _ForwardRecorder(TorchFunctionMode):
             self.record.shared_buffers.add(weight)
         mark = value_mark(tensor)
         if mark is None and weight is None and self._written_free and _storage_of(tensor) in self._written_free:
-            self.record.own_backward.add(self._running[-1][0])  # an alias, of which other stages lack the new values
+            # an alias, of which other stages lack the new values; the output is read after all code has run
+            self.record.own_backward.add(self._running[-1][0] if self._running else "")
         if mark is None or mark[0][0] > here:  # a higher number is a mark of an earlier record, on a kept tensor
             return
         (maker, place), version = mark

@@ -31,7 +31,7 @@ from shardwright.analysis.objects.marked_inputs import hint_of_samples
 from shardwright.analysis.objects.reached import reached, unregistered_attributes
 from shardwright.analysis.on_meta.meta_values import ValueReadError
 from shardwright.analysis.traced.batch_norms import derived_batch_norms
-from shardwright.analysis.traced.structure import has_backward_hooks, has_hooks
+from shardwright.analysis.traced.structure import has_backward_hooks, has_hooks, is_inside
 from shardwright.analysis.traced.tracer import line_of
 from shardwright.errors import LayoutError, PlanError
 from shardwright.formatting import first_line
@@ -103,7 +103,7 @@ def cut_events(
     if "" in record.selecting:
         raise _decides_by_state(model)
     closed |= record.selecting  # other stages do not have the values that it reads
-    closed |= record.checkpointed | record.own_backward  # the backward runs such code in one piece
+    closed |= _run_whole(model, record, example, values)  # the backward runs such code in one piece
     if "" in closed:
         raise _own_backward(model)
     if "" in record.writing:
@@ -133,6 +133,23 @@ def cut_events(
     if best is None:
         raise failures[0]
     return _closed_again(best[1], record, inputs, best[2], hooked)
+
+
+def _run_whole(model: nn.Module, record: ForwardRecord, example: Any, values: Any) -> set[str]:
+    """Returns the modules whose code one stage runs in one piece, as it calls autograd functions; "" is the model's own.
+
+    What such code leaves for the code around it, such as a tensor that it has filled through views, is a result like
+    any other once the module is not cut inside. So if code around it is among them, the forward is recorded again with
+    the innermost ones as a whole.
+    """
+    inside = set[str]()
+    while True:
+        whole = record.checkpointed | record.own_backward
+        inner = {path for path in whole if path and not any(is_inside(other, path) for other in whole - {path})}
+        if "" not in whole or inner <= inside:
+            return whole | inside
+        inside |= inner
+        record, _ = _recorded(model, example, inside, values)
 
 
 def _holds_own_parameters(module: nn.Module, registered: Collection[int]) -> bool:
