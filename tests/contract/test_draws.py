@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwright import verify
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.comm.backends.fake import fake_world
-from shardwright.errors import PlanError
+from shardwright.errors import LayoutError, PlanError
 from shardwright.models.losses import CrossEntropy, MeanSquaredError
 from shardwright.parallelize import parallelize
 
@@ -440,3 +440,55 @@ class Unknown(nn.Module):
 def test_dropout_of_rows_of_which_nobody_knows_the_samples_is_refused():
     with pytest.raises(PlanError, match="mix the samples"):
         verify(Unknown(), "dp2", [(torch.randn(8, 3, 4), torch.randn(8, 12))], loss=MeanSquaredError())
+
+
+class DrawsFromOne(nn.Module):
+    """Features scaled by numbers that are drawn for all samples from one distribution, as negative samples are."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.up, self.down, self.draw = nn.Linear(8, 16), nn.Linear(16, 8), draw
+        self.register_buffer("weights", torch.rand(16) + 0.1)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x))
+        return self.down(hidden * self.draw(self.weights, hidden))
+
+
+FROM_ONE = {
+    "flat": lambda weights, h: 1.0 + torch.multinomial(weights, 16 * len(h), replacement=True).view(-1, 16),
+    "categorical": lambda weights, h: 1.0 + torch.distributions.Categorical(probs=weights).sample((len(h), 16)),
+    "one hot": lambda weights, h: torch.distributions.OneHotCategorical(probs=weights).sample((len(h),)),
+    "rows": lambda weights, h: 1.0 + torch.multinomial(weights.expand(len(h), -1), 16),
+    "normal": lambda weights, h: torch.normal(weights.to(h.dtype), h[:, :1].detach().abs() + 0.1),
+}
+
+
+CASES_OF_ONE = [(form, line) for form in FROM_ONE for line in ("dp2", "mb2", "pp2/1f1b mb2", "dp2/zero3 tp2")]
+CASES_OF_ONE.remove(("normal", "dp2/zero3 tp2"))  # of a shard and a gathered tensor: refused
+
+
+@pytest.mark.parametrize(("form", "line"), CASES_OF_ONE)
+def test_numbers_of_all_samples_from_one_distribution_are_those_of_one_device(form, line):
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 8, generator=numbers)
+    verdict = verify(DrawsFromOne(FROM_ONE[form]), line, [(x, x)] * 2, loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize("line", ["dp2", "pp2/1f1b mb2"])
+def test_numbers_of_all_samples_without_replacement_are_refused_where_the_batch_is_cut(line):
+    model = DrawsFromOne(lambda weights, h: 1.0 + torch.multinomial(weights, len(h)).unsqueeze(1))
+    x = torch.randn(8, 8)
+    with pytest.raises(PlanError, match="draws random numbers that mix the samples"):
+        verify(model, line, [(x, x)], loss=MeanSquaredError())
+
+
+def test_a_refused_draw_in_a_record_of_stages_names_the_users_line():
+    class OldConstructor(DrawsFromOne):
+        def forward(self, x):
+            return self.down(self.up(x) + torch.LongTensor(torch.FloatTensor(len(x), 1).uniform_(0, 9).long()))
+
+    x = torch.randn(8, 8)
+    with pytest.raises((LayoutError, PlanError), match=r"test_draws\.py:\d+: return self\.down"):
+        verify(OldConstructor(None), "pp2/1f1b mb2", [(x, x)], loss=MeanSquaredError())

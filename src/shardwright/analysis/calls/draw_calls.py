@@ -161,6 +161,22 @@ class DrawCall:
         tensors = [operand for operand in operands if isinstance(operand, Tensor)]
         return max(tensors, key=Tensor.numel) if tensors else result
 
+    def numbered(self, result: Any) -> Any:
+        """Returns the tensor each of whose elements gets a random number: ``result``, or what :meth:`drawn` returns.
+
+        ``torch.multinomial`` with replacement draws each of its results, also where they share one distribution, and
+        ``torch.normal`` of two tensors each element of both broadcast.
+        """
+        is_each = bool(self.get("replacement")) or self.get("num_samples") == 1
+        return result if self.kind == "normal" or (self.kind == "multinomial" and is_each) else self.drawn(result)
+
+    def drawn_together(self, result: Any) -> Any:
+        """Returns ``result`` if each number in its last dim depends on the others there, or else None.
+
+        That is so for ``torch.multinomial`` without replacement.
+        """
+        return result if self.kind == "multinomial" and self.numbered(result) is not result else None
+
     def without_numbers(self) -> Any:
         """Runs the call without drawing random numbers and returns a result of the right shape and dtype.
 

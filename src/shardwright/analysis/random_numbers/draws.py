@@ -71,7 +71,8 @@ class FoundDraw(NamedTuple):
     ``generator`` is the generator that the code passed to the function, with its state at that time; None stands for
     torch's default generator. ``is_kept`` says that no checkpoint of the model's code repeats the draw in the backward.
     ``stop`` is the number of operators that were recorded before the draw. ``bounds`` are the plain numbers between
-    which it draws, or their mean and deviation; they are empty for the most usual ones, -1, 0 and 1.
+    which it draws, or their mean and deviation; they are empty for the most usual ones, -1, 0 and 1. ``together`` is
+    the result of a draw without replacement, each of whose numbers depends on the others in the last dim.
     """
 
     key: DrawKey
@@ -81,6 +82,7 @@ class FoundDraw(NamedTuple):
     is_kept: bool = True
     stop: int = 0
     bounds: tuple[float, ...] = ()
+    together: TensorUse | None = None
 
 
 @dataclass
@@ -343,7 +345,8 @@ def draws_of(
             loops[key[0]] = None
             is_of_rows = by_rows.issuperset(around) and key[0] in for_rows
             place = SELECTED if is_of_rows else MIXED
-        draws.places[key] = MIXED if function == "randperm" and place is not None else place
+        across = draw.together is not None and _joins_samples(draw.together, _place(draw.together, recording, axes))
+        draws.places[key] = MIXED if across or (function == "randperm" and place is not None) else place
         draws.functions[key] = function
     draws.loops = {path: loop for path, loop in loops.items() if loop is not None}
     drawn_alone = {
@@ -355,6 +358,11 @@ def draws_of(
     selected = [path for (path, _, _), place in draws.places.items() if place == SELECTED]
     draws.selecting = frozenset(module for module in by_rows if any(is_inside(path, module) for path in selected))
     return draws
+
+
+def _joins_samples(together: TensorUse, place: SamplePlace | None) -> bool:
+    """Returns whether samples lie along the last dim of a tensor, whose numbers there depend on each other."""
+    return place is not None and (place == MIXED or place.dim == len(together.shape) - 1)
 
 
 UNKEYED = RANDOM - {"native_dropout"}
@@ -499,7 +507,7 @@ class FindsDraws(TorchFunctionMode):
         if call is None:
             return func(*args, **named)
         result = call.without_numbers()
-        use = self._recorded.use(call.drawn(result))
+        use = self._recorded.use(call.numbered(result))
         if not isinstance(result, Tensor) or result.numel() != 1:
             # a single drawn number stays a constant, with a value: code that skips layers at random reads it
             for tensor_use in (use, *(self._recorded.use(x) for x in (result,) if isinstance(x, Tensor))):
@@ -513,7 +521,8 @@ class FindsDraws(TorchFunctionMode):
         )
         is_kept = saved_by() is None and torch.is_grad_enabled()
         stop = len(self._recorded.recording.calls)
-        self.found.append(FoundDraw((*where, number), use, call.name, state, is_kept, stop, _bounds(call)))
+        together = None if (last := call.drawn_together(result)) is None else self._recorded.use(last)
+        self.found.append(FoundDraw((*where, number), use, call.name, state, is_kept, stop, _bounds(call), together))
         return result
 
 

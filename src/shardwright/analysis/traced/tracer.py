@@ -206,7 +206,7 @@ def line_of(failure: Exception) -> str:
 
     It is the end of an error text, such as ``; here model.py:12: y = x.item()``.
     """
-    libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
     frames = [
         frame for frame in traceback.extract_tb(failure.__traceback__) if not frame.filename.startswith(libraries)
     ]

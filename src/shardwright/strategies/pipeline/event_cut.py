@@ -136,7 +136,7 @@ def cut_events(
 
 
 def _run_whole(model: nn.Module, record: ForwardRecord, example: Any, values: Any) -> set[str]:
-    """Returns the modules whose code one stage runs in one piece, as it calls autograd functions; "" is the model's own.
+    """Returns the modules whose code one stage runs in one piece, such as calls of autograd functions; "" is the model.
 
     What such code leaves for the code around it, such as a tensor that it has filled through views, is a result like
     any other once the module is not cut inside. So if code around it is among them, the forward is recorded again with
@@ -251,7 +251,7 @@ def _recorded(model: nn.Module, inputs: Any, units: Collection[str], values: Any
     except (LayoutError, PlanError):
         raise
     except Exception as failure:  # also of the user's own code, which may check values that a record does not have
-        if isinstance(failure, TypeError) and "numpy" not in str(failure):
+        if isinstance(failure, TypeError) and not line_of(failure):
             raise  # arguments that the forward does not take
         hint = hint_of_samples(inputs)
         raise LayoutError(
