@@ -418,3 +418,38 @@ def test_instances_that_a_forward_reads_from_its_class_are_refused(kind):
     Listed.instances.clear()
     with pytest.raises(PlanError, match=r"(?s)Listed\.instances.*holds a part of the model"):
         verify(nn.Sequential(nn.Linear(6, 6), kind(), nn.Linear(6, 6)), "dp2", [batch()], loss=LOSS)
+
+
+class Projected(nn.Module):
+    """All layers have one matrix, which the first one makes and the class keeps, as Linformer's attention does."""
+
+    matrix: ClassVar[nn.Parameter | None] = None
+
+    def __init__(self):
+        super().__init__()
+        if Projected.matrix is None:
+            Projected.matrix = nn.Parameter(torch.randn(6, 6) * 0.1)
+        self.shared = Projected.matrix
+
+    def forward(self, x):
+        return x + x @ self.shared
+
+
+class ReadsTheClass(Projected):
+    def forward(self, x):
+        return x + x @ self.matrix
+
+
+@pytest.mark.parametrize("line", ["single", "dp2", "dp2/zero3", "pp2/1f1b mb2"])
+def test_a_parameter_that_a_class_keeps_for_its_constructors_alone_is_trained(line):
+    Projected.matrix = None
+    model = nn.Sequential(nn.Linear(6, 6), Projected(), nn.Tanh(), Projected(), nn.Linear(6, 6))
+    verdict = verify(model, line, [batch()] * 2, loss=LOSS)
+    assert verdict.equal, str(verdict)
+    assert model[1].shared is model[3].shared is Projected.matrix
+
+
+def test_a_parameter_that_a_forward_reads_from_its_class_is_refused():
+    Projected.matrix = None
+    with pytest.raises(PlanError, match=r"Projected\.matrix holds a part of the model"):
+        verify(nn.Sequential(nn.Linear(6, 6), ReadsTheClass()), "dp2", [batch()], loss=LOSS)

@@ -326,7 +326,8 @@ def _may_be_shared(value: Any) -> bool:
 def _held_by_classes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields the class attributes, and the functions with their closures, of the classes of a model's modules.
 
-    Left out are lists and dicts of modules that no code of a forward names, such as a list of all instances of a class.
+    Left out are tensors, and lists and dicts of modules and tensors, that no code of a forward names, such as a list of
+    all instances of a class, or a parameter that the class keeps for the constructors of its instances.
     """
     seen: dict[int, Any] = {}
     every = {kind for module in model.modules() for kind in type(module).__mro__}
@@ -339,7 +340,8 @@ def _held_by_classes(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 continue  # a constructor does not run again
             if _may_be_shared(value):
                 continue
-            if isinstance(value, list | dict | set) and any(isinstance(x, nn.Module) for _, x in reached(value, {})):
+            is_of_all = isinstance(value, list | dict | set | Tensor)
+            if is_of_all and any(isinstance(x, nn.Module | Tensor) for _, x in reached(value, {})):
                 named = _named_in_forwards(model, kinds) if named is None else named
                 if name not in named:
                     continue
