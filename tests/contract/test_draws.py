@@ -492,3 +492,28 @@ def test_a_refused_draw_in_a_record_of_stages_names_the_users_line():
     x = torch.randn(8, 8)
     with pytest.raises((LayoutError, PlanError), match=r"test_draws\.py:\d+: return self\.down"):
         verify(OldConstructor(None), "pp2/1f1b mb2", [(x, x)], loss=MeanSquaredError())
+
+
+class SkipsAtRandom(nn.Module):
+    """Layers with dropout, each of which is left out if a number that is drawn for it is small, as in QANet."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            h = layer(functional.dropout(x, 0.1) if number % 2 else x)
+            if torch.empty(1).uniform_(0, 1) < 0.4:
+                continue
+            x = x + functional.dropout(h.tanh(), 0.3)
+        return x
+
+
+@pytest.mark.parametrize("line", ["dp2", "mb2", "tp2", "dp2/zero3 tp2", "pp2/1f1b mb2", "dp2 recompute:full"])
+def test_draws_after_layers_that_are_skipped_at_random_are_those_of_one_device(line):
+    numbers = torch.Generator().manual_seed(0)
+    batches = [tuple(torch.randn(8, 8, generator=numbers) for _ in range(2)) for _ in range(6)]
+    model = nn.Sequential(SkipsAtRandom(), nn.Tanh(), SkipsAtRandom())
+    verdict = verify(model, line, batches, loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)

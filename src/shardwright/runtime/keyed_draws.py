@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial, wraps
 from inspect import signature
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,10 +87,18 @@ class _ModuleDraws:
 
     def leave_out(self, name: str) -> None:
         """Counts a draw by the function ``name`` that takes its numbers from a generator with a seed."""
-        if isinstance(self.call, int) and not self.keyed.rng.repeats:
-            self.keyed.drawn.setdefault((self.path, self.call), [])[self.number :] = [name]
+        if isinstance(self.call, int):
+            self._recorded(self.call, name)
         self.number += 1
         self._keep(name, None)
+
+    def _recorded(self, call: int, name: str) -> int:
+        """Returns the number that the next draw, by the function ``name``, has in the record of this ``call``."""
+        drawn = self.keyed.drawn.setdefault((self.path, call), [])
+        if not self.keyed.rng.repeats:
+            after = drawn[self.number - 1].recorded + 1 if 0 < self.number <= len(drawn) else self.number
+            drawn[self.number :] = [_CallDraw(name, self.keyed.recorded(self.path, call, after, name))]
+        return drawn[self.number].recorded if self.number < len(drawn) else self.number
 
     def _keep(self, name: str, numbers: Callable[[torch.device], KeyedNumbers] | None) -> None:
         """Keeps a draw of random numbers for the backward if code under ``torch.utils.checkpoint`` makes it."""
@@ -110,7 +118,7 @@ class _ModuleDraws:
             raise self.call
         drawn = self.keyed.drawn.setdefault((self.path, self.call), [])
         if self.keyed.rng.repeats:
-            rest = [place for place in range(self.number, len(drawn)) if drawn[place] == name]
+            rest = [place for place in range(self.number, len(drawn)) if drawn[place].function == name]
             if rest and rest[0] > self.number:  # draws were left out, so one of several may be meant
                 if len(rest) > 1:
                     raise PlanError(
@@ -120,18 +128,23 @@ class _ModuleDraws:
                         fix="call the function in a module of its own, such as nn.Dropout",
                     )
                 self.number = rest[0]
-        else:
-            drawn[self.number :] = [name]
-        samples = self.samples
+        samples, recorded = self.samples, self._recorded(self.call, name)
         self.number += 1
         draw = self.path, self.call, self.number - 1
         numbers: Callable[[torch.device], KeyedNumbers] | None = None
         if self.path in self.keyed.for_rows:
             numbers = self.keyed.numbers_of_rows(self.path, name, x, samples, self.tokens, self.cuts)
         if numbers is None:
-            numbers = partial(self.keyed.numbers, *draw, samples, tokens=self.tokens, cuts=self.cuts)
+            numbers = partial(self.keyed.numbers, *draw, samples, tokens=self.tokens, cuts=self.cuts, recorded=recorded)
         self._keep(name, numbers)
         return numbers(device)
+
+
+class _CallDraw(NamedTuple):
+    """A draw in one call of a module: the name of the function, and the number of the draw in the call's record."""
+
+    function: str
+    recorded: int
 
 
 class _CheckpointDraws(TorchFunctionMode):
@@ -200,18 +213,19 @@ class KeyedDraws(TorchFunctionMode):
         self.running: list[_ModuleDraws] = []
         # modules that draw for one sample after another, and must draw as often for each as in the record
         self.counted: dict[str, nn.Module] = {}
-        self.drawn: dict[tuple[str, int], list[str]] = {}  # the functions that drew in each call of a module
+        self.drawn: dict[tuple[str, int], list[_CallDraw]] = {}  # what drew in each call of a module
 
     def numbers(
         self, path: str, call: int, number: int, samples: Sequence[int], device: torch.device, tokens: Tokens | None,
-        cuts: tuple[DimSlice, ...] = (),
+        cuts: tuple[DimSlice, ...] = (), recorded: int | None = None,
     ) -> KeyedNumbers:  # fmt: skip
         """Returns the random number generator of one draw, for tensors on ``device``.
 
         Its key is the name ``path`` of the module, the number ``call`` of the module's call in the forward, and the
         ``number`` of the draw in that call. ``samples`` are the indices, in the global batch, of the samples in the
         drawn tensor. Where sequences are sharded, ``tokens(shape)`` returns which slice of the whole tensor a drawn
-        tensor of this shape is, and ``cuts`` are slices of other dims.
+        tensor of this shape is, and ``cuts`` are slices of other dims. ``recorded`` is the number that the draw has in
+        the record of the call, which shows where its tensor has the samples, if that is another one.
         """
         loop, sample = None if self.draws is None else self.draws.loops.get(path), None
         if loop is not None and loop.in_call:
@@ -221,7 +235,7 @@ class KeyedDraws(TorchFunctionMode):
         key = f"{path}#{call}/{number}"
         if sample is not None:
             return KeyedNumbers(self.rng, key, ALONE, samples[sample : sample + 1], device)
-        place = self.place(path, call, number)
+        place = self.place(path, call, number if recorded is None else recorded)
         if place == MIXED and path in self.shared and self.cuts_code:
             raise PlanError(
                 f"'{path or 'the model'}' draws random numbers in code that selects samples by values",
@@ -262,6 +276,20 @@ class KeyedDraws(TorchFunctionMode):
         for path in self.counted:
             samples = rows[path]() if path in rows else self.rng.samples
             self.check_loop(path, self.rng.num_calls(path), samples, in_call=False)
+
+    def recorded(self, path: str, call: int, after: int, name: str) -> int:
+        """Returns the number of the recorded draw that a draw by the function ``name`` is, the first from ``after`` on.
+
+        They differ where code leaves out draws, as one does that skips layers by a number that it has drawn.
+        """
+        calls = None if self.draws is None or path in self.draws.loops else self.draws.in_calls.get(path)
+        if not calls:
+            return after
+        names = calls.get(call) or calls[max(calls)]
+        if after < len(names) and names[after] == name:
+            return after
+        same = [number for number, other in enumerate(names) if other == name]
+        return next((number for number in same if number > after), same[-1] if same else after)
 
     def place(self, path: str, call: int, number: int) -> SamplePlace | None:
         """Returns where the tensor of one draw has its samples: dim 0, if the recorded forward made no such draw."""
@@ -315,7 +343,8 @@ class KeyedDraws(TorchFunctionMode):
         ``draw`` is that call. The key of its numbers is the name ``path`` of the module, the number ``call`` of the
         module's call in the forward, and the ``number`` of the draw in that call. No counter of calls changes.
         """
-        numbers = self.numbers(path, call, number, self.rng.samples, torch.device("cpu"), None)
+        recorded = self.recorded(path, call, number, draw.name)
+        numbers = self.numbers(path, call, number, self.rng.samples, torch.device("cpu"), None, recorded=recorded)
         drawn: Tensor = KEYED_RESULTS[draw.kind](draw, draw.drawn(None), numbers)
         return drawn
 

@@ -181,8 +181,8 @@ class DrawCall:
         """Runs the call without drawing random numbers and returns a result of the right shape and dtype.
 
         The values are arbitrary. Only a one-element result of a function that takes sizes and no tensor, such as
-        ``torch.rand(1)``, is a value that a real call could return. Attention and recurrent networks run without their
-        dropout, and a function that writes in place returns its input unchanged.
+        ``torch.rand(1)``, or of one that fills a tensor, is a value that a real call could return. Attention and
+        recurrent networks run without their dropout, and other functions that write in place leave their input alone.
         """
         x = self.drawn(None)
         if self.kind == "attend":
@@ -194,6 +194,9 @@ class DrawCall:
             return x.softmax(int(self["dim"]))
         if self.kind == "multinomial":
             return x.narrow(-1, 0, 1).expand(*x.shape[:-1], int(self["num_samples"])).to(torch.int64)
+        if self.kind == "fill" and x.numel() == 1 and not x.is_meta:
+            with torch.no_grad():  # code may read it, as one does that skips a layer at random
+                return x.fill_(0.5 if x.is_floating_point() else 0)
         if self.kind == "fill" or self.get("inplace"):
             return x
         if self.kind == "normal" and isinstance(self["mean"], Tensor) and isinstance(self["std"], Tensor):

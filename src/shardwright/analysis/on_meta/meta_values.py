@@ -333,6 +333,10 @@ class MetaValues(DispatchMode):
             chosen = self._chosen(name, args)
             if chosen is not None:
                 return run_on_meta(torch.ops.aten.index.Tensor, (self._as_meta(args[0]), chosen), {})
+            mask = self.values(args[1]) if name == "masked_select" else None
+            if mask is not None:
+                count = int(mask.expand(torch.broadcast_shapes(args[0].shape, mask.shape)).sum())
+                return self._as_meta(args[0]).new_empty(count)
             if name in _SELECTING and self.selects_all:
                 return self._all_selected(name, args)
             raise ValueReadError(f"the shape of the result of '{name}' is that of a real run only")

@@ -11,9 +11,11 @@ factor::
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 from warnings import warn
@@ -144,6 +146,14 @@ class Draws:
         if len(like) != 1:
             raise KeyError(key)
         return like.pop()
+
+    @cached_property
+    def in_calls(self) -> dict[str, dict[int, list[str]]]:
+        """By module and by number of its call: the torch functions of the call's draws, in order."""
+        calls = defaultdict[str, dict[int, list[str]]](dict)
+        for path, call, number in sorted(self.functions):
+            calls[path].setdefault(call, []).append(self.functions[path, call, number])
+        return dict(calls)
 
     @property
     def alone(self) -> list[str]:
