@@ -544,3 +544,31 @@ def test_a_batch_that_is_no_pair_is_refused_as_a_run_refuses_it():
     batch = {"x": torch.ones(2, 4), "labels": torch.zeros(2)}
     with pytest.raises(PlanError, match="a batch is a pair of inputs and targets"):
         verify(nn.Linear(4, 1), "dp2", [batch])
+
+
+class Masking(nn.Module):
+    """Holds minus infinity in a parameter that is not trained, as pointer networks do to mask what was chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.masked = nn.Parameter(torch.tensor([float("-inf"), 0.5]), requires_grad=False)
+
+    def forward(self, x):
+        hidden = self.up(x)
+        return self.down(torch.where(hidden > 1, self.masked[:1], hidden).softmax(-1))
+
+
+def test_infinite_elements_of_a_parameter_are_equal_and_hide_no_difference():
+    batch = torch.randn(8, 4), torch.randint(3, (8,))
+    assert verify(Masking(), "dp2", [batch], loss=CrossEntropy()).equal
+
+    def of(name):
+        def alter(run):
+            if run.world.rank == 1:
+                run.parameters[name].data[-1] += 1e-3
+
+        return verify(Masking(), "dp2", [batch], loss=CrossEntropy(), alter=alter)
+
+    assert of("masked").first_difference == "masked"
+    assert not of("down.bias").equal

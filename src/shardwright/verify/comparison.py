@@ -76,8 +76,14 @@ def _errors(
     expected: Mapping[str, Tensor | None],
     by_rank: Mapping[int, Mapping[str, Tensor | None]],
     floor: float = FLOOR,
+    *,
+    allow_infinite: bool = True,
 ) -> dict[str, float]:
-    """Returns the largest relative error of each tensor over all ranks; infinite if only one side has the tensor."""
+    """Returns the largest relative error of each tensor over all ranks; infinite if only one side has the tensor.
+
+    With ``allow_infinite``, elements that are infinite alike on both sides are equal, as in a parameter that masks.
+    Without, the error of a tensor that is not finite on one device is NaN.
+    """
     errors = {}
     for name, scale in scales(expected, floor).items():
         whole, worst = expected[name], 0.0
@@ -92,8 +98,11 @@ def _errors(
             if actual is None or actual.shape != part.shape:
                 worst = float("inf")
             elif part.numel():
-                difference = (actual - part).abs().max()
-                worst = _largest((worst, float(difference.nan_to_num(nan=float("inf"))) / scale))
+                difference = (actual - part).abs()
+                if allow_infinite and not difference.isfinite().all():
+                    difference = difference.masked_fill(actual == part, 0.0)
+                error = float(difference.max().nan_to_num(nan=float("inf"))) / scale
+                worst = _largest((worst, error if allow_infinite or part.isfinite().all() else math.nan))
         errors[name] = worst
     return errors
 
@@ -208,7 +217,7 @@ def _outcome_errors(
     """Returns the errors of ranks' outcomes; unless ``exact``, only those of the first step's loss and gradients."""
     layouts = {name: state.gradient for name, state in plan.state.items()}
     local = {rank: outcome.gradients for rank, outcome in by_rank.items()}
-    gradients = _errors(layouts, plan.mesh, expected.gradients, local, floor)
+    gradients = _errors(layouts, plan.mesh, expected.gradients, local, floor, allow_infinite=False)
     parameters, buffers = dict[str, float](), dict[str, float]()
     if exact:
         layouts = {name: state.parameter for name, state in plan.state.items()}

@@ -273,7 +273,8 @@ def copied_buffers(model: nn.Module) -> Named:
 def scales(named: Mapping[str, Tensor | None], floor: float) -> dict[str, float]:
     """Returns the divisor that makes each tensor's error relative: its largest absolute entry, but at least a bound.
 
-    The bound is ``floor`` times the largest absolute entry of all tensors. The divisor is 1 where both are 0.
+    The bound is ``floor`` times the largest absolute entry of all tensors. The divisor is 1 where both are 0. Entries
+    that are not finite do not count.
     """
     least = floor * _largest(named)
     return {name: max(_largest({name: tensor}), least) or 1.0 for name, tensor in named.items()}
@@ -286,7 +287,7 @@ def first_not_finite(named: Mapping[str, Tensor | None]) -> str:
 
 def _largest(named: Mapping[str, Tensor | None]) -> float:
     held = (tensor for tensor in named.values() if tensor is not None and tensor.numel())
-    return max((float(tensor.abs().max()) for tensor in held), default=0.0)
+    return max((float(tensor.abs().nan_to_num(0.0, 0.0).max()) for tensor in held), default=0.0)
 
 
 # ---- by how much one device differs from itself
