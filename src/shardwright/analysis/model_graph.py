@@ -258,6 +258,18 @@ class ModelGraph:
         return unread_lists(self.model, fails, parameter_lists(self.model))
 
     @property
+    def refrozen(self) -> Mapping[str, bool]:
+        """The parameters whose ``requires_grad`` the forward changes (:attr:`Recording.refrozen`); none if unknown."""
+        run = self._of_own_code
+        return {} if run is None else run.recording.refrozen
+
+    @property
+    def in_other_modes(self) -> Sequence[str]:
+        """The modules that are called in several modes (:attr:`Recording.in_other_modes`); none if that is unknown."""
+        run = self._of_own_code
+        return () if run is None else run.recording.in_other_modes
+
+    @property
     def guess(self) -> bool | None:
         """The answer that the record gave to conditions on values that only a real run has; None if it met none."""
         run = self._of_own_code

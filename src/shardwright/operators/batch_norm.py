@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -169,7 +170,8 @@ class _SharedForward:
         _check_count(input, count)
         if module.training and module.track_running_stats and mean_C is not None and var_C is not None:
             weight = self._count_batch()
-            with torch.no_grad():
+            # as torch's own update, which no backward of an earlier call takes for a change of what it has saved
+            with torch.no_grad(), _unsafe_preserve_version_counter((mean_C, var_C)):
                 mean_C.lerp_(batch_mean_C.to(mean_C.dtype), weight)
                 var_C.lerp_((m2_C / (count - 1)).to(var_C.dtype), weight)
         return y
@@ -233,7 +235,7 @@ class _BatchNormMode(TorchFunctionMode):
             y, count, mean_C, m2_C = shared_batch_norm(input, w_C, b_C, eps=eps, axes=self.axes)
             _check_count(input, count)
             if running_mean is not None and running_var is not None:
-                with torch.no_grad():
+                with torch.no_grad(), _unsafe_preserve_version_counter((running_mean, running_var)):
                     running_mean.lerp_(mean_C.to(running_mean.dtype), momentum)
                     running_var.lerp_((m2_C / (count - 1)).to(running_var.dtype), momentum)
         else:

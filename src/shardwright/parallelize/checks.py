@@ -18,7 +18,7 @@ from shardwright.analysis.traced.structure import kind_of
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.comm.world import World
 from shardwright.errors import EXAMPLE, LayoutError, PlanError
-from shardwright.layout import Layout
+from shardwright.layout import Layout, has_stages
 from shardwright.plan.plan import Plan
 from shardwright.strategy import check_own_code, check_table
 
@@ -283,6 +283,38 @@ def check_held(model: nn.Module, plan: Plan, *, is_recorded: bool) -> None:
                 fix="read it as module.weight where it is used, or choose a layout that leaves the parameter whole, "
                 "such as dp2" + ("" if is_recorded else f"; if no forward reads it there, {EXAMPLE}"),
             )
+
+
+def check_settings_of_calls(graph: ModelGraph | None, layout: Layout) -> None:
+    """Raises PlanError if the recorded forward freezes parameters, or, under stages, changes settings around calls.
+
+    Gradients and their traffic are planned for the parameters that require gradients when the model is laid out. Stages
+    run the calls of their modules alone, so what the code around sets for one call may not hold there.
+    """
+    if graph is None or layout.num_ranks * layout.num_microbatches == 1:
+        return
+    for name, is_as_before in graph.refrozen.items():
+        if not is_as_before:
+            raise PlanError(
+                f"the model's own forward changes requires_grad of the parameter '{name}'",
+                given="another value after a forward than before it",
+                allowed="parameters that are frozen, or trained, before the model is laid out",
+                fix="call the model once on such a batch before that, or set requires_grad as its forward does",
+            )
+        if has_stages(layout):
+            raise PlanError(
+                f"the model's own forward changes requires_grad of the parameter '{name}' for some of its calls",
+                given=f"{layout}, where a stage runs the calls of its modules alone",
+                allowed="parameters that stay as they are",
+                fix="leave out pp, or detach what the calls take or return in place of freezing their parameters",
+            )
+    if has_stages(layout) and graph.in_other_modes:
+        raise PlanError(
+            f"the model's own forward calls '{graph.in_other_modes[0]}' in another mode than it leaves it in",
+            given=f"train() or eval() around some of its calls, under {layout}, where a stage runs them alone",
+            allowed="modules that stay in one mode",
+            fix="leave out pp, or set the mode in the forward of a module that makes these calls",
+        )
 
 
 def check_world(plan: Plan, world: World) -> None:

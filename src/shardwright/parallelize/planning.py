@@ -38,7 +38,7 @@ from shardwright.initial_values import keep_record
 from shardwright.layout import Layout, has_stages
 from shardwright.mesh import Coord
 from shardwright.parallelize.auto import num_shares, samples_of, settle, with_suggestions
-from shardwright.parallelize.checks import check_held, check_microbatches, check_renormed
+from shardwright.parallelize.checks import check_held, check_microbatches, check_renormed, check_settings_of_calls
 from shardwright.parallelize.loss_watch import note_reads
 from shardwright.parallelize.rank_check import check_traffic
 from shardwright.parallelize.rehearsal import MicrobatchRehearsal, crossings, values_crossing
@@ -160,6 +160,7 @@ def make_plan(
         if not has_stages(layout):
             raise
         plan = _placed(on_meta._replace(recorded=True), layout, strategies)
+    check_settings_of_calls(job.graph, layout)
     check_renormed(on_meta.model, plan)
     check_held(on_meta.model, plan, is_recorded=job.graph is not None)
     rounded = [name for name, dtype in plan.stored_dtypes.items() if dtype != plan.compute_dtypes[name]]

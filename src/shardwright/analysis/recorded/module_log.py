@@ -39,6 +39,7 @@ class ModuleLog:
 
     def __init__(self, model: nn.Module) -> None:
         self.uses: list[UseEvent] = []
+        self.modes: dict[str, set[bool]] = {}  # by module: whether it was training when it was called
         self._model = model
         self._stack = [("", 0)]
         self._calls = Counter[str]()
@@ -88,6 +89,7 @@ class ModuleLog:
                 module._parameters = parameters
 
     def _begin(self, path: str, module: nn.Module) -> None:
+        self.modes.setdefault(path, set()).add(module.training)
         self._stack.append((path, self._calls[path]))
         self._calls[path] += 1
         keeping = saved_tensors_hooks(_itself, _itself) if self.runs_again() else nullcontext()

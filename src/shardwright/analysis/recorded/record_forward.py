@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -39,17 +39,26 @@ def record_forward(
     >>> [call.name for call in recording.calls], recording.calls[0].results[0].shape
     (['linear'], (2, 4))
     """
+    trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
         recording, num_guessed = _record(model, inputs, within, guess=False)
     except Exception:  # the user's code may raise anything; for example, one of its checks has failed
+        _put_back(trained)
         return _record(model, inputs, within, guess=True)[0]
     if num_guessed:
+        _put_back(trained)
         with suppress(Exception):  # as above
             other, _ = _record(model, inputs, within, guess=True)
             if len(other.parameters_used) > len(recording.parameters_used):
                 recording, other = other, recording
             recording.other_branch = other
     return recording
+
+
+def _put_back(trained: Mapping[nn.Parameter, bool]) -> None:
+    """Freezes, or has trained, the parameters that were so before a forward that changes it."""
+    for parameter, requires_grad in trained.items():
+        parameter.requires_grad_(requires_grad)
 
 
 def _record(
@@ -69,6 +78,8 @@ def _record(
         _note_samples(packed_in(inputs), recorded)
         with torch.enable_grad(), within(recorded), recorded:
             outputs = call_model(model, inputs)
+        modes = {path: module.training for path, module in model.named_modules()}
+        recording.in_other_modes = [path for path, mode in modes.items() if running.modes.get(path, {mode}) != {mode}]
         for path, module in model.named_modules():
             for name, value in own_attributes(module).items():
                 held = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and recorded.is_computed(leaf)]

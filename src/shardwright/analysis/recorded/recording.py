@@ -174,6 +174,10 @@ class Recording:
     was running."""
     assigned: list[tuple[TensorUse, TensorUse]] = field(default_factory=list)
     """Each parameter whose tensor code replaces, with the one that takes its place."""
+    refrozen: dict[str, bool] = field(default_factory=dict)
+    """The parameters whose ``requires_grad`` code changes, each with whether the forward ends with the value it had."""
+    in_other_modes: list[str] = field(default_factory=list)
+    """The modules that code calls in another mode, training or evaluation, than they have when the forward ends."""
     converted: dict[str, str] = field(default_factory=dict)
     """The parameters for which code sets ``parameter.data = parameter``, each with the module that was running.
 
@@ -461,6 +465,9 @@ _ASKS_SIZES = frozenset(
 """The functions that a TorchFunctionMode sees when code reads the shape or size of a tensor."""
 
 
+_SETS_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+"""The functions that a TorchFunctionMode sees when code freezes a parameter, or has it trained."""
+
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # torch's stubs declare it as a plain attribute
 """The function that a TorchFunctionMode is given for ``tensor.data = ...``, which calls no operator."""
 
@@ -488,6 +495,10 @@ class _WholeCalls(TorchFunctionMode):
         is_same = func == _SETS_DATA and args[1] is args[0]
         if func == _SETS_DATA and isinstance(args[0], nn.Parameter) and not (is_same and self._moved is args[0]):
             self._recorded.assigns(args[0].detach(), args[1], is_same=is_same)
+        if func in _SETS_REQUIRES_GRAD and isinstance(args[0], nn.Parameter):
+            refrozen, name = self._recorded.recording.refrozen, self._recorded.use(args[0].detach()).name
+            if (args[1] if len(args) > 1 else named.get("requires_grad", True)) != args[0].requires_grad:
+                refrozen[name] = not refrozen.get(name, True)
         if func in TAKES_GRADIENT:
             raise NotImplementedError("the forward takes a gradient itself, which no record of operators has")
         # torch.vmap and similar transforms wrap tensors, so the mode that runs a model on shards does not know a shard
