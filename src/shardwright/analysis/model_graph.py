@@ -37,7 +37,7 @@ from shardwright.analysis.recorded.parameter_writes import written_parameters
 from shardwright.analysis.recorded.record_forward import record_forward
 from shardwright.analysis.recorded.recording import Recorded, RecordedCall, Recording
 from shardwright.analysis.samples.sample_counts import calls_by_place, calls_with_counts, differ
-from shardwright.analysis.samples.sample_mixing import BATCH_NORM_CALLS, COUNTS, mixing_call
+from shardwright.analysis.samples.sample_mixing import BATCH_NORM_CALLS, COUNTS, mixing_call, norms_without_samples
 from shardwright.analysis.samples.sample_selections import SampleFlow, follow_samples, parameters_by_sample
 from shardwright.analysis.traced.batch_norms import ONE_VALUE
 from shardwright.errors import PlanError
@@ -85,7 +85,7 @@ class RecordedRun:
         if other is None:
             return draws
         norms = {call.module for call in other.recording.calls if call.name in BATCH_NORM_CALLS}
-        call = mixing_call(other.recording, other.axes, norms)
+        call = mixing_call(other.recording, other.axes, norms, other._followed[1])
         mixing = [] if call is None else [(call.module, call.name)]
         return replace(draws, across=tuple(dict.fromkeys((*draws.across, *mixing, *other.draws.across))))
 
@@ -345,7 +345,13 @@ class ModelGraph:
         BatchNorms that may mix samples, because ranks add up their statistics.
         """
         run = self._of_own_code
-        return None if run is None else mixing_call(run.recording, run.axes, shared)
+        return None if run is None else mixing_call(run.recording, run.axes, shared, run._followed[1])
+
+    @property
+    def norms_without_samples(self) -> set[str]:
+        """The BatchNorms that are called on tensors without samples alone; none without a record."""
+        run = self._of_own_code
+        return set() if run is None else norms_without_samples(run.recording, *run._followed)
 
     def calls_with_counts(self) -> list[RecordedCall]:
         """Returns the operators that compute values of samples with the number of samples, as ``x / len(x)`` does.

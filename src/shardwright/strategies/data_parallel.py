@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from shardwright.analysis.traced.batch_norms import batch_norms, derived_batch_norms
+from shardwright.analysis.traced.batch_norms import batch_norms, derived_batch_norms, uses_batch
 from shardwright.axes import LayoutAxis
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
@@ -115,6 +115,8 @@ class DataParallel:
             plan = replace(plan, fp32_sums=frozenset(plan.compute))
         for axis in factor.mesh_axes:
             plan = plan.cut_inputs(axis, dim=0)
+        alike = job.graph.norms_without_samples if job.graph is not None and plan.statistics else set()
+        plan = replace(plan, statistics=tuple(path for path in plan.statistics if path not in alike))
         for path in plan.statistics if factor.size > 1 else ():
             plan = plan.wraps(path, Rung.STATISTICS, self.name)
         return plan
@@ -126,7 +128,8 @@ class DataParallel:
         """
         over = [axes[name] for name in plan.layout.chosen("dp").mesh_axes]
         norms = (*batch_norms(job.model), *derived_batch_norms(job.model))
-        share_statistics((norm for _, norm in norms), over, by=self.name)
+        shared = (norm for path, norm in norms if path in plan.statistics or not uses_batch(norm))
+        share_statistics(shared, over, by=self.name)  # also of those in evaluation, which may train later
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
         """Returns one step's all-reduces of gradients, and all-gathers and all-reduces of BatchNorm statistics."""

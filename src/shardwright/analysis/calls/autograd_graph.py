@@ -8,6 +8,18 @@ from typing import Any
 from torch import Tensor
 
 
+def node_of(tensor: Tensor) -> Any:
+    """Returns the node of autograd's graph that made a tensor, or None.
+
+    None is also returned for a view that code made without gradients, as a function of its own does in its forward, and
+    whose base it has changed with gradients since. Torch has no node for it, and raises if asked.
+    """
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def nodes_behind(tensors: Iterable[Tensor]) -> list[Any]:
     """Returns every autograd node through which a backward of ``tensors`` would pass, each once.
 

@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-from shardwright.analysis.calls.autograd_graph import nodes_behind, nodes_from
+from shardwright.analysis.calls.autograd_graph import node_of, nodes_behind, nodes_from
 from shardwright.analysis.calls.draw_calls import DrawCall, draw_of
 from shardwright.analysis.chunks.costs import Cost, CostCounting
 from shardwright.analysis.chunks.forward_record import (
@@ -367,7 +367,7 @@ class _ForwardRecorder(TorchFunctionMode):
     def _spec(self, tensor: Tensor, name: ValueName) -> GhostSpec:
         check_not_nested(tensor)
         tag_value(tensor, name)
-        self._made[name] = tensor.grad_fn
+        self._made[name] = node_of(tensor)
         learns = tensor.requires_grad
         spec = GhostSpec(name, tuple(tensor.shape), tensor.stride(), tensor.dtype, learns)
         self.record.specs[name] = spec
@@ -391,7 +391,7 @@ class _ForwardRecorder(TorchFunctionMode):
         The nodes of the tensors show this; a function that returns its argument unchanged makes no call to be seen.
         """
         with below_functions():
-            nodes = {tensor.grad_fn for tensor in tensors if isinstance(tensor.grad_fn, BackwardCFunction)}
+            nodes = {node for tensor in tensors if isinstance(node := node_of(tensor), BackwardCFunction)}
         for node in nodes:
             if node not in self._functions and self._unit is None:
                 self.record.own_backward.add(self._running[-1][0])

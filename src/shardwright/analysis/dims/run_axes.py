@@ -344,12 +344,12 @@ def axes_of(recording: Recording) -> RunAxes:
     backward = {id(call) for calls in recording.functions.values() for call in calls}
     classes = {id(call): dim for pair, dim in _cross_entropies(recording) for call in pair}
     calls = [*recording.calls, *chain.from_iterable(recording.functions.values())]
-    read = {use for call in calls for use in call.operands}.union(recording.outputs, recording.measured_in_backward)
+    unread = _unread_parts(calls, {*recording.outputs, *recording.measured_in_backward})
     for call in calls:
         tensors = (*call.operands, *call.results)
         if all(tensor.kind == "constant" for tensor in tensors):
             continue
-        if call.name in _VIEWS and read.isdisjoint(call.results):
+        if id(call) in unread:
             continue
         relation = relation_of(call)
         axes = [DimAxis(size) for size in relation.letters.sizes]
@@ -376,6 +376,20 @@ def axes_of(recording: Recording) -> RunAxes:
             for axis, other in zip(run_axes.of(parameter), run_axes.of(value), strict=True):
                 unify(axis, other)
     return run_axes
+
+
+def _unread_parts(calls: Sequence[RecordedCall], read: set[TensorUse]) -> set[int]:
+    """Returns the ids of calls that take a part of which nothing is read, or a part alone (``w[0][0].numel()``).
+
+    ``read`` are the tensors that are read after all calls; those that calls read are added to it.
+    """
+    unread = set[int]()
+    for call in reversed(calls):
+        if call.name in _VIEWS and read.isdisjoint(call.results):
+            unread.add(id(call))
+        else:
+            read.update(call.operands)
+    return unread
 
 
 def _cross_entropies(recording: Recording) -> Iterator[tuple[tuple[RecordedCall, RecordedCall], int]]:

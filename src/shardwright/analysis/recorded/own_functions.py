@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from shardwright.analysis.calls.autograd_graph import nodes_behind
+from shardwright.analysis.calls.autograd_graph import node_of, nodes_behind
 from shardwright.analysis.calls.checkpoint_calls import CheckpointCall
 from shardwright.analysis.calls.draw_calls import draw_of
 from shardwright.analysis.on_meta.operator_results import tensors_of
@@ -45,7 +45,7 @@ def record_own_functions(outputs: Sequence[Tensor], recorded: Recorded) -> None:
     if not nodes:
         return
     forward, recorded.recording = recorded.recording, Recording()
-    made = {(tensor.grad_fn, tensor.output_nr): tensor for tensor in recorded.kept() if tensor.grad_fn is not None}
+    made = {(node, tensor.output_nr): tensor for tensor in recorded.kept() if (node := node_of(tensor)) is not None}
     for node in nodes:
         function = _FunctionBackward(recorded, forward, node, made)
         node.register_prehook(function.begin)

@@ -43,12 +43,15 @@ BATCH_NORM_CALLS = (
 """The operators that compute a batch norm."""
 
 
-def mixing_call(recording: Recording, axes: RunAxes, shared: Collection[str]) -> RecordedCall | None:
+def mixing_call(
+    recording: Recording, axes: RunAxes, shared: Collection[str], flow: SampleFlow | None = None
+) -> RecordedCall | None:
     """Returns the first operator that mixes samples and whose result goes back into each sample, or None.
 
     ``shared`` names the BatchNorms that may mix samples, because ranks add up their statistics. A call of one of them
-    counts all the same if it takes its statistics over some of the samples only. A sum that ends in one number, such as
-    a loss, does not count, and neither do sums of integers, such as counts and positions.
+    counts all the same if it takes its statistics over some of the samples only, or over one sample, as in a loop over
+    the batch, which ``flow`` shows. A sum that ends in one number, such as a loss, does not count, and neither do sums
+    of integers, such as counts and positions.
 
     >>> import torch
     >>> from torch import nn
@@ -66,8 +69,12 @@ def mixing_call(recording: Recording, axes: RunAxes, shared: Collection[str]) ->
         call
         for call in recording.calls
         if call.name in BATCH_NORM_CALLS
-        and _normalises_samples(call, axes, samples)
-        and (call.module not in shared or _normalises_some(call, recording, axes))
+        and _is_in_training(call)
+        and (
+            call.module not in shared or _normalises_some(call, recording, axes)
+            if _normalises_samples(call, axes, samples)
+            else call.module in shared and flow is not None and flow.sample_of(call.operands[0]) is not None
+        )
     )
     calls = [*sums_over_samples(recording, axes)[1][:1], *norms]
     return min(calls, key=recording.calls.index, default=None)
@@ -184,14 +191,33 @@ def _recorded_loss(loss: nn.Module, output: Any, targets: Any, number: int, coun
     return recording
 
 
+def norms_without_samples(recording: Recording, axes: RunAxes, flow: SampleFlow) -> set[str]:
+    """Returns the modules whose every batch norm is of a tensor without anything of the samples, such as a table.
+
+    All ranks compute these alike, so they have no statistics to share.
+    """
+    samples, of_samples = axes.of_samples(recording.inputs), dict[str, bool]()
+    for call in recording.calls:
+        if call.name in BATCH_NORM_CALLS:
+            value = flow.values.get(call.operands[0])
+            has_dim = any(leaf in samples for axis in axes.of(call.operands[0]) for leaf in leaves(axis))
+            has_samples = has_dim or (value is not None and bool(value.samples))
+            of_samples[call.module] = of_samples.get(call.module, False) or has_samples
+    return {module for module, has_samples in of_samples.items() if not has_samples}
+
+
+def _is_in_training(call: RecordedCall) -> bool:
+    """Whether a batch norm takes statistics of what it is given."""
+    return "_no_stats" in str(call.function) or bool(call.argument(5, "training", False))
+
+
 def _normalises_samples(call: RecordedCall, axes: RunAxes, samples: Collection[DimAxis]) -> bool:
-    """Whether a batch norm takes its statistics over samples.
+    """Whether a batch norm normalizes over samples.
 
     An instance norm does not: its samples are among the channels.
     """
     over = [leaf for place, axis in enumerate(axes.of(call.operands[0])) if place != 1 for leaf in leaves(axis)]
-    is_training = "_no_stats" in str(call.function) or call.argument(5, "training", False)
-    return bool(is_training) and any(leaf in samples for leaf in over)
+    return any(leaf in samples for leaf in over)
 
 
 def _normalises_some(call: RecordedCall, recording: Recording, axes: RunAxes) -> bool:

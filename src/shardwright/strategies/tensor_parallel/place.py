@@ -171,15 +171,16 @@ _CUT = (nn.Linear, *CONVOLUTIONS, nn.RNNBase, nn.RNNCellBase)
 
 
 def _first_weight(layer: nn.Module) -> Tensor:
-    name = next(candidate for candidate in ("weight", "weight_ih", "weight_ih_l0") if hasattr(layer, candidate))
-    weight: Tensor = getattr(layer, name)
-    return weight
+    """Returns a layer's weight, or its largest parameter if a hook makes the weight in each forward."""
+    names = ("weight", "weight_ih", "weight_ih_l0")
+    held = [value for name in names if isinstance(value := getattr(layer, name, None), Tensor)]
+    return held[0] if held else max(layer.parameters(), key=Tensor.numel)
 
 
 def _nothing_to_cut(job: Job, mode: Mode, plan: Plan, apart: Mapping[str, str]) -> GridError:
     model, unrecorded = job.model, "" if job.graph is None else job.graph.failure
     total = prod(axis.size for axis in mode.axes)
-    layers = [(path, m) for path, m in model.named_modules() if isinstance(m, _CUT)]
+    layers = [(path, m) for path, m in model.named_modules() if isinstance(m, _CUT) and [*m.parameters()]]
     sizes = ", ".join(f"{type(m).__name__} '{path}' {tuple(_first_weight(m).shape)}" for path, m in layers[:NAMED])
     sizes += f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
     kept = [f"; its forward cannot be recorded: {unrecorded}"] if unrecorded else []
