@@ -127,3 +127,35 @@ def test_dropout_across_what_are_no_samples_is_refused_with_what_to_write():
 def test_only_a_dim_that_a_tensor_has_can_be_that_of_the_samples(tensor, dim):
     with pytest.raises(PlanError, match=r"sw\.samples_in says which dim"):
         sw.samples_in(tensor, dim)
+
+
+class Recursion(nn.Module):
+    """The loss of a conditional random field: it walks over the steps, each sample alone; or sums over samples too."""
+
+    def __init__(self, *, mixes=False):
+        super().__init__()
+        self.mixes = mixes
+
+    def forward(self, scores, tags):
+        gold = scores.gather(2, tags.unsqueeze(2)).sum()
+        if self.mixes:
+            return scores.logsumexp(1).sum() - gold, tags.shape[1]
+        state = scores[0]
+        for step in scores[1:]:
+            state = (state.unsqueeze(2) + step.unsqueeze(1)).logsumexp(1)
+        return state.logsumexp(1).sum() - gold, tags.shape[1]
+
+
+@pytest.mark.parametrize("line", ["dp2", "mb2", "pp2 mb2", "dp2/zero3 tp2"])
+def test_a_loss_that_walks_over_the_steps_is_equal_and_not_named(line, recwarn):
+    batch = tuple(sw.samples_in(tensor, 1) for tensor in time_first(5, 8))
+    verdict = sw.verify(Tagger(), line, [batch] * 2, loss=Recursion())
+    assert verdict.equal, str(verdict)
+    assert not [str(each.message) for each in recwarn if "loss" in str(each.message)]
+
+
+@pytest.mark.parametrize("line", ["dp2", "mb2"])
+def test_a_loss_that_combines_samples_in_dim_1_is_named(line):
+    batch = tuple(sw.samples_in(tensor, 1) for tensor in time_first(5, 8))
+    with pytest.warns(UserWarning, match="the loss takes logsumexp over all samples"):
+        assert not sw.verify(Tagger(), line, [batch], loss=Recursion(mixes=True)).equal

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn import functional
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from shardwright.errors import PlanError
+from shardwright.models.losses import MeanSquaredError
 from shardwright.verify import verify
 
 SAMPLES, TOKENS = 8, 10
@@ -94,3 +97,31 @@ def batches():
 def test_recurrent_networks_on_packed_sequences_are_equal(kind, line):
     found = verify(KINDS[kind](), line, list(batches()))
     assert found.equal, found
+
+
+class DropsPackedRows(nn.Module):
+    """Drops out of the packed rows between two recurrent layers, as readers of documents do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.LSTM(6, 8, batch_first=True), nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 6)
+
+    def forward(self, x, lengths):
+        rows = self.first(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[0]
+        kept = functional.dropout(rows.data, 0.3, self.training)
+        rows = PackedSequence(kept, rows.batch_sizes, rows.sorted_indices, rows.unsorted_indices)
+        return self.head(pad_packed_sequence(self.second(rows)[0], batch_first=True, total_length=x.shape[1])[0])
+
+
+@pytest.mark.parametrize("lengths", [[9, 5, 7, 9, 4, 9, 8, 9], [9, 5, 7, 7, 4, 9, 8, 7]], ids=["60 rows", "56 rows"])
+@pytest.mark.parametrize("line", ["single", "tp2", "pp2/1f1b", "dp2", "mb2"])
+def test_dropout_of_packed_rows_is_that_of_one_device_or_refused_where_the_batch_is_cut(line, lengths):
+    x = torch.randn(8, 9, 6, generator=torch.Generator().manual_seed(0))
+    batch = (x, torch.tensor(lengths)), x
+    if line in ("dp2", "mb2"):
+        with pytest.raises(PlanError, match="for rows of which it is not known whose they are"):
+            verify(DropsPackedRows(), line, [batch], loss=MeanSquaredError())
+        return
+    verdict = verify(DropsPackedRows(), line, [batch] * 2, loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)

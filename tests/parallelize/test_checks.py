@@ -352,6 +352,14 @@ def test_a_recurrent_layer_whose_input_is_float32_is_named_in_bf16():
         verify(InFloat32(), "dp2 bf16", [BATCH], loss=LOSS)
 
 
+def test_a_scatter_of_float32_into_bf16_is_named():
+    def adds(y):
+        return torch.zeros_like(y).scatter(1, torch.zeros(len(y), 1, dtype=torch.int64), torch.ones(len(y), 1)) + y
+
+    with pytest.raises(PlanError, match="does not run in bf16"):
+        verify(Computes(adds), "dp2 bf16", [BATCH], loss=LOSS)
+
+
 @pytest.mark.parametrize("text", ["no such thing", "expected scalar type Long but found Float"])
 def test_an_error_of_the_models_own_is_raised_as_it_is_in_bf16_too(text):
     def fails(y):

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.calls.draw_calls import RefusesRandomNumbers
-from shardwright.analysis.objects.marked_inputs import marks_in, own_samples_dims
+from shardwright.analysis.objects.marked_inputs import in_front, marks_in, own_samples_dims, samples_dims
 from shardwright.analysis.on_meta.hidden_outputs import checked_loss
 from shardwright.analysis.on_meta.module_calls import call_model
 from shardwright.analysis.samples.sample_mixing import warn_of_loss
@@ -104,6 +104,7 @@ class TrainStep:
         several = plan.layout.num_microbatches > 1 and not plan.layout.own_statistics
         is_replaced = any(wrapper.rung is not Rung.ON_SHARDS for wrapper in stack_of(loss).wrappers)
         known = type(loss) in (CrossEntropy, MeanSquaredError, SumLoss) or is_replaced
+        self._dims: set[int] = set()  # the dims other than 0 that hold the samples of targets
         self._has_marks = False  # whether all samples share some targets of the first batch
         self._reads_loss = self._is_of_parts = not known and (several or bool(plan.row_axes))
         self._meets = False  # whether samples are known to meet in the loss
@@ -138,6 +139,7 @@ class TrainStep:
         expected = max(batch.num_global * numbers_per_sample(batch.targets, batch.num_tokens), 1)
         self._begin(batch.num_tokens)
         self._has_marks = self._reads_loss and bool(marks_in(batch.targets))
+        self._dims = samples_dims(batch.targets) if self._reads_loss else set()
         self._executor.rng.step = number
         schedule, stage = self._schedule(len(pieces)), self.coord.get("pp", 0)
         for parameter in self.parameters.values():
@@ -175,9 +177,10 @@ class TrainStep:
 
     def _loss_of(self, output: Any, targets: Any) -> Any:
         if self._reads_loss:  # only in the first call of a user's loss, and if the layout cuts samples
-            self._reads_loss, self._meets = False, warn_of_loss(self.loss, output, targets)
+            loss, shown = in_front(self.loss, (output, targets), self._dims)
+            self._reads_loss, self._meets = False, warn_of_loss(loss, *shown)
             if not self._meets and not self._has_marks:
-                warn_of_halves(self.loss, output, targets, stacklevel=2)
+                warn_of_halves(loss, *shown, stacklevel=2)
         if self._is_of_parts:
             with explained_on_part_of_batch(self.plan.layout, targets, meets=self._meets):
                 return self._watched_loss(output, targets)

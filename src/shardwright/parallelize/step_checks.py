@@ -122,7 +122,7 @@ def _are_places(leaf: Any) -> bool:
     return numbers[0] > 0 and numbers == [*range(numbers[0], numbers[0] + len(numbers))]
 
 
-_DTYPES = re.compile(r"BFloat16|bfloat16|\bHalf\b|float16|same dtype|mixed dtype")
+_DTYPES = re.compile(r"BFloat16|bfloat16|\bHalf\b|float16|same dtype|mixed dtype|\.dtype\b|\bdtypes match")
 """Words of torch's errors for an operator that does not run in bf16 or fp16, or not on tensors of two dtypes."""
 
 

@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from shardwright.errors import PlanError
@@ -371,6 +371,43 @@ def own_samples_dims(tree: Any) -> bool:
     if isinstance(tree, Tensor):
         return False
     return any(isinstance(leaf, SampleDimFirst) for leaf in tree_leaves(tree, is_leaf=is_wrapped))
+
+
+def samples_dims(tree: Any) -> set[int]:
+    """Returns the dims in which the tensors of ``tree`` that :func:`samples_in` has marked have their samples."""
+    return {leaf.dim for leaf in tree_leaves(tree, is_leaf=is_wrapped) if isinstance(leaf, SampleDimFirst)}
+
+
+class _SampleDimLoss(nn.Module):
+    """A loss that is given its tensors with the samples in front, and moves them back to where the code has them."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, output: Any, targets: Any) -> Any:
+        return self.loss(unmarked(output), unmarked(targets))
+
+
+def in_front(loss: nn.Module, given: tuple[Any, Any], dims: set[int]) -> tuple[nn.Module, tuple[Any, Any]]:
+    """Returns a loss, and its output and targets with the samples in dim 0, for code that takes samples from there.
+
+    ``dims`` are the dims in which targets have their samples (:func:`samples_dims`). If there is one, and it is not 0,
+    tensors with as many elements in it as the targets are taken to have their samples there. The loss that is returned
+    moves them back before it calls ``loss``. Otherwise all are returned as they are.
+    """
+    tensors = [leaf for leaf in tree_leaves(given[1]) if isinstance(leaf, Tensor)]
+    dim = next(iter(dims), 0)
+    number = next((leaf.shape[dim] for leaf in tensors if leaf.dim() > dim), 0)
+    if len(dims) != 1 or not dim or not number:
+        return loss, given
+
+    def moved(leaf: Any) -> Any:
+        is_there = isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == number
+        return samples_in(leaf, dim) if is_there else leaf
+
+    output, targets = tree_map(moved, given)
+    return _SampleDimLoss(loss), (output, targets)
 
 
 def _without_mark(leaf: Any) -> Any:

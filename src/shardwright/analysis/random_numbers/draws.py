@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright.analysis.calls.checkpoint_calls import saved_by
 from shardwright.analysis.calls.draw_calls import KEYED_FUNCTIONS, UNKEYED_FIX, DrawCall, draw_of, in_multihead
 from shardwright.analysis.dims.run_axes import DimAxis, RunAxes, leaves, root
-from shardwright.analysis.on_meta.meta_values import RANDOM
+from shardwright.analysis.on_meta.meta_values import PACK, RANDOM
 from shardwright.analysis.random_numbers.sample_loops import SampleLoop, sample_loops
 from shardwright.analysis.recorded.recording import Recorded, Recording, TensorUse
 from shardwright.analysis.samples.meetings import meetings
@@ -338,7 +338,11 @@ def draws_of(
         for module in recording.selecting
         if any(is_inside(path, module) for path in drawing) and _selects_rows(module, recording, axes)
     }
-    places = {draw.key: MIXED if flow.permutes(draw.use) else _place(draw.use, recording, axes) for draw in found}
+    packed = _packed_rows(recording)
+    places = {
+        draw.key: MIXED if draw.use in packed or flow.permutes(draw.use) else _place(draw.use, recording, axes)
+        for draw in found
+    }
     alone = _drawn_alone(found, flow, places)
     loops = sample_loops(alone, recording.num_samples)
     for path, call, number in places:
@@ -453,6 +457,23 @@ _DRAWING = (
     nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU, nn.RNNBase,
     nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
 )  # fmt: skip
+
+
+def _packed_rows(recording: Recording) -> set[TensorUse]:
+    """Returns the tensors that have the rows of packed sequences, up to where these are padded again.
+
+    The rows are in the order of the steps, and a sample has as many as its sequence is long. The axes of what a
+    recurrent layer computes from them do not show this, since it joins a part for each step.
+    """
+    number: dict[TensorUse, int] = {}  # by value that is computed from packed rows: how many rows these are
+    for call in recording.calls:
+        if call.name == PACK:
+            number[call.results[0]] = call.results[0].shape[0]
+        elif call.name != "_pad_packed_sequence":
+            rows = next((number[use] for use in call.operands if use in number), None)
+            if rows is not None:
+                number.update(dict.fromkeys((*call.results, *call.written), rows))
+    return {use for use, rows in number.items() if use.shape[:1] == (rows,)}
 
 
 def _place(use: TensorUse, recording: Recording, axes: RunAxes) -> SamplePlace | None:
