@@ -122,3 +122,24 @@ def test_a_function_of_autograd_that_writes_through_views_is_recorded(line):
     x = torch.randn(4, 8)
     verdict = verify(Rotated(), line, [(x, x)] * 2, loss=MeanSquaredError())
     assert verdict.equal, str(verdict)
+
+
+class OfSelected(nn.Module):
+    """Normalizes the rows that a mask among the inputs selects: these are of all ranks' samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.head = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x, mask):
+        hidden = self.layer(x)
+        chosen = torch.zeros_like(hidden)
+        chosen[mask] = self.norm(hidden[mask])
+        return self.head(chosen.mean(1))
+
+
+def test_a_batch_norm_of_selected_rows_has_the_statistics_of_those_of_all_ranks():
+    mask = torch.tensor([[True, False, True, True, False, True]] * 2 + [[False, True, True, True, True, False]] * 2)
+    batch = (torch.randn(4, 6, 4), mask), torch.randint(3, (4,))
+    verdict = verify(OfSelected(), "dp2", [batch] * 2, loss=CrossEntropy())
+    assert verdict.equal, str(verdict)

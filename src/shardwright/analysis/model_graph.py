@@ -349,9 +349,9 @@ class ModelGraph:
 
     @property
     def norms_without_samples(self) -> set[str]:
-        """The BatchNorms that are called on tensors without samples alone; none without a record."""
+        """The BatchNorms of tensors that nothing of the samples leads to (:func:`norms_without_samples`)."""
         run = self._of_own_code
-        return set() if run is None else norms_without_samples(run.recording, *run._followed)
+        return set() if run is None else norms_without_samples(run.recording)
 
     def calls_with_counts(self) -> list[RecordedCall]:
         """Returns the operators that compute values of samples with the number of samples, as ``x / len(x)`` does.

@@ -191,19 +191,19 @@ def _recorded_loss(loss: nn.Module, output: Any, targets: Any, number: int, coun
     return recording
 
 
-def norms_without_samples(recording: Recording, axes: RunAxes, flow: SampleFlow) -> set[str]:
-    """Returns the modules whose every batch norm is of a tensor without anything of the samples, such as a table.
+def norms_without_samples(recording: Recording) -> set[str]:
+    """Returns the modules whose every batch norm is of a tensor that nothing of the samples leads to, such as a table.
 
     All ranks compute these alike, so they have no statistics to share.
     """
-    samples, of_samples = axes.of_samples(recording.inputs), dict[str, bool]()
+    varying = {*recording.inputs, *recording.packed_inputs}
+    varies = dict[str, bool]()
     for call in recording.calls:
+        if not varying.isdisjoint(call.operands):
+            varying.update(call.results, call.written, (recording.bases.get(use, use) for use in call.written))
         if call.name in BATCH_NORM_CALLS:
-            value = flow.values.get(call.operands[0])
-            has_dim = any(leaf in samples for axis in axes.of(call.operands[0]) for leaf in leaves(axis))
-            has_samples = has_dim or (value is not None and bool(value.samples))
-            of_samples[call.module] = of_samples.get(call.module, False) or has_samples
-    return {module for module, has_samples in of_samples.items() if not has_samples}
+            varies[call.module] = varies.get(call.module, False) or call.operands[0] in varying
+    return {module for module, of_samples in varies.items() if not of_samples}
 
 
 def _is_in_training(call: RecordedCall) -> bool:
