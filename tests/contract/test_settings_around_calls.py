@@ -70,3 +70,21 @@ def test_a_forward_that_freezes_parameters_for_good_is_refused_until_it_has_run_
         verify(model, line, BATCHES, loss=MeanSquaredError())
     model(X)
     assert verify(model, line, BATCHES, loss=MeanSquaredError()).equal
+
+
+class MakesParameters(nn.Module):
+    """Makes a parameter in its forward, as code does that was written for other layers, and freezes that one."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        shift = nn.Parameter(torch.ones(16, dtype=x.dtype))
+        return self.down(torch.tanh(self.up(x)) + shift.requires_grad_(False))
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "pp2/1f1b"])
+def test_a_parameter_that_the_forward_makes_may_be_frozen_by_it(line):
+    verdict = verify(MakesParameters(), line, BATCHES, loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)

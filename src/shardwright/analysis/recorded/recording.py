@@ -497,7 +497,8 @@ class _WholeCalls(TorchFunctionMode):
             self._recorded.assigns(args[0].detach(), args[1], is_same=is_same)
         if func in _SETS_REQUIRES_GRAD and isinstance(args[0], nn.Parameter):
             refrozen, name = self._recorded.recording.refrozen, self._recorded.use(args[0].detach()).name
-            if (args[1] if len(args) > 1 else named.get("requires_grad", True)) != args[0].requires_grad:
+            value = args[1] if len(args) > 1 else named.get("requires_grad", True)
+            if name and value != args[0].requires_grad:  # one without a name was made by the forward
                 refrozen[name] = not refrozen.get(name, True)
         if func in TAKES_GRADIENT:
             raise NotImplementedError("the forward takes a gradient itself, which no record of operators has")
