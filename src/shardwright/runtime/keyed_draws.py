@@ -225,7 +225,7 @@ class KeyedDraws(TorchFunctionMode):
         ``number`` of the draw in that call. ``samples`` are the indices, in the global batch, of the samples in the
         drawn tensor. Where sequences are sharded, ``tokens(shape)`` returns which slice of the whole tensor a drawn
         tensor of this shape is, and ``cuts`` are slices of other dims. ``recorded`` is the number that the draw has in
-        the record of the call, which shows where its tensor has the samples, if that is another one.
+        the record of the call, if that is another one; the record shows where the tensor has its samples.
         """
         loop, sample = None if self.draws is None else self.draws.loops.get(path), None
         if loop is not None and loop.in_call:
@@ -235,7 +235,7 @@ class KeyedDraws(TorchFunctionMode):
         key = f"{path}#{call}/{number}"
         if sample is not None:
             return KeyedNumbers(self.rng, key, ALONE, samples[sample : sample + 1], device)
-        place = self.place(path, call, number if recorded is None else recorded)
+        place = self.place(path, call, number if recorded is None or loop is not None else recorded)
         if place == MIXED and path in self.shared and self.cuts_code:
             raise PlanError(
                 f"'{path or 'the model'}' draws random numbers in code that selects samples by values",
