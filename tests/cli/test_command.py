@@ -299,7 +299,7 @@ def test_a_run_whose_loss_is_not_finite_fails_with_a_fix_and_prints_json_all_the
 
 def test_numbers_that_are_not_finite_are_null_in_what_every_command_prints(monkeypatch):
     monkeypatch.setattr(
-        sys.modules["shardwright.verify.comparison"], "_errors", lambda *_: {"token.weight": float("inf")}
+        sys.modules["shardwright.verify.comparison"], "_errors", lambda *_, **__: {"token.weight": float("inf")}
     )
     found = run("verify", "--layout", "dp2", "--json", *TINY)
     assert found.exit_code == 1
