@@ -174,9 +174,9 @@ class Accelerator:
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Returns a context for one batch: each ``gradient_accumulation_steps``-th one updates parameters.
+        """Returns a context for one batch; every ``gradient_accumulation_steps``-th batch updates the parameters.
 
-        So does the last batch of a prepared loader, after which the count begins anew.
+        So does the last batch of a prepared loader, after which batches are counted from 0 again.
         """
         is_last = bool(self._under_way) and self._under_way[-1].is_at_end
         self._num_batches += 1

@@ -379,9 +379,10 @@ def axes_of(recording: Recording) -> RunAxes:
 
 
 def _unread_parts(calls: Sequence[RecordedCall], read: set[TensorUse]) -> set[int]:
-    """Returns the ids of calls that take a part of which nothing is read, or a part alone (``w[0][0].numel()``).
+    """Returns the ids of slices and the like whose results no operator reads, as those of ``w[0][0].numel()``.
 
-    ``read`` are the tensors that are read after all calls; those that calls read are added to it.
+    A slice of such a slice is no reader. ``read`` are the tensors that are read after all calls; those that calls read
+    are added to it.
     """
     unread = set[int]()
     for call in reversed(calls):

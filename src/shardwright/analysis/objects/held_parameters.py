@@ -31,8 +31,8 @@ _ASKING = ("getitem", "setitem", "len", "iter", "bool", "float", "int", "lt", "l
 class UnreadParameter:
     """Stands in a list for a parameter of which a rank has a part only, or none. Whatever reads it gets a LayoutError.
 
-    ``name`` is the parameter's name in the model, and ``attribute`` says where it would be held, which is
-    added to ``read`` with each error, so that it is known even if the code catches the error.
+    ``name`` is the parameter's name in the model, and ``attribute`` the one whose list this object is in. With each
+    error, the attribute is added to ``read``, so that the read is known even if the code catches the error.
 
     >>> held = UnreadParameter("layer.weight", ("", "decayed"), set())
     >>> held.square()

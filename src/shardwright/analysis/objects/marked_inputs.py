@@ -368,9 +368,7 @@ def own_samples_dims(tree: Any) -> bool:
     >>> own_samples_dims([samples_in(torch.ones(2, 3), 1)]), own_samples_dims([torch.ones(2, 3)])
     (True, False)
     """
-    if isinstance(tree, Tensor):
-        return False
-    return any(isinstance(leaf, SampleDimFirst) for leaf in tree_leaves(tree, is_leaf=is_wrapped))
+    return not isinstance(tree, Tensor) and bool(samples_dims(tree))
 
 
 def samples_dims(tree: Any) -> set[int]:

@@ -460,7 +460,7 @@ _DRAWING = (
 
 
 def _packed_rows(recording: Recording) -> set[TensorUse]:
-    """Returns the tensors that have the rows of packed sequences, up to where these are padded again.
+    """Returns the tensors whose rows are the steps of packed sequences, up to where code pads these again.
 
     The rows are in the order of the steps, and a sample has as many as its sequence is long. The axes of what a
     recurrent layer computes from them do not show this, since it joins a part for each step.
